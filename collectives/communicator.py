@@ -323,7 +323,9 @@ class Communicator:
             kept: Objects to keep alive, because other ranks or MPI may still touch their memory.
         """
         if self.end_error is not None or not self.open:
-            return error
+            # The sentence says more than MPI's error does.
+            is_known = self.end_error is not None and isinstance(error, MPI.Exception)
+            return type(self.end_error)(str(self.end_error)) if is_known else error
         self._kept.append(kept)
         try:
             shared_error = self.ending.end(_error_of_failure(self, what, error))
@@ -371,8 +373,7 @@ class Communicator:
             return
         if self.cache is not None:
             self.cache.free()
-        self.board.marks.close()
-        self.board.memory.close()
+        self.board.close()
         self.node.Free()
         for comm in self._message_comms():
             close_later(comm, self._kept, self.native.begun if comm is self.comm else 0)

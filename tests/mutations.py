@@ -270,15 +270,15 @@ MUTATIONS = (
     Mutation(
         "a new row goes on with the updates that the row before it in its place has counted",
         "mpips/tables/rows.py",
-        "for array in self._state if self._counts is None else (*self._state, self._counts):",
+        "for kept in (*self._state, self._counts, self._scores):",
         "for array in self._state:",
         ((0, "tests/unit/mpips/tables/test_rows.py"), *TABLES),
     ),
     Mutation(
         "a push that was under way when its round was refused counts in the next one",
         "mpips/tables/rounds.py",
-        "        if request.refusals < self.refusals:\n            return [(asker, self._refusal)]\n        rows =",
-        "        rows =",
+        "        if request.refusals < self.refusals:\n            return [(asker, self._refusal)]\n        queue =",
+        "        queue =",
         ((0, "tests/unit/mpips/server/test_server_tables.py"), *TABLES),
     ),
     Mutation(

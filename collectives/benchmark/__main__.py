@@ -56,8 +56,6 @@ CASES = {
     "pt2pt": "Time a ping-pong of ranks 0 and 1 by size.",
     "iallreduce": "Measure how much of an allreduce hides behind compute of the same length, as the OSU benchmarks do.",
 }
-# the longest wait for kernels that are being compiled
-KERNEL_SECONDS = 60.0
 # algorithms that `schedule.catalog` does not have
 PLANS = ("auto", "shared_memory", "native")
 # algorithms that can only be called and block, without a separate start and wait
@@ -170,7 +168,7 @@ def _collective(
         for candidate in chosen:
             candidate.run()
         # Calls are timed as they are later in a job: with their kernels, if there are any.
-        engine.settle(KERNEL_SECONDS)
+        engine.load_all()
         copy, *timings = measure(
             case.comm, [case.copy(), *(c.run for c in [*native, *chosen])], seconds, renew=case.renew
         )

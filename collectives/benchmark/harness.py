@@ -27,8 +27,6 @@ from mpips.collectives.simulator.cost import LinkCost, fit
 BATCH_SECONDS = 2e-3
 MOST_CALLS = 4096
 WARM_CALLS = 3
-# the longest wait until the kernels that the calls have requested are compiled
-SETTLE_SECONDS = 60.0
 LEAST_ROUNDS, MOST_ROUNDS = 5, 200
 # how often a rank that takes no part in a call checks whether the other ranks have ended the call
 LOOK_SECONDS = 5e-4
@@ -61,7 +59,7 @@ def measure(
     calls: Sequence[TimedCall | None],
     seconds: float,
     rounds: int | None = None,
-    settle: bool = True,
+    load: bool = True,
     renew: TimedCall | None = None,
 ) -> list[Timing]:
     """Time calls in alternation. Collective and blocking, for about `seconds` in all.
@@ -73,7 +71,7 @@ def measure(
         seconds: The time to spend.
         rounds: The number of rounds. Their batches then share `seconds`. Default: batches of `BATCH_SECONDS`, and as
             many rounds as `seconds` allow, at least `LEAST_ROUNDS` and at most `MOST_ROUNDS`.
-        settle: First wait until the kernels that the calls need are compiled.
+        load: First load the kernels that the calls need, or compile them.
         renew: Runs before each batch. Its time does not count.
 
     Returns:
@@ -84,8 +82,8 @@ def measure(
     share = 0.0 if rounds is None else seconds / rounds / len(calls)
     for call in calls:
         _sample(comm, call, WARM_CALLS)
-    if settle:
-        engine.settle(SETTLE_SECONDS)
+    if load:
+        engine.load_all()
     batches = [_batch(comm, call, share) for call in calls]
     if rounds is None:
         cost = sum(each * count for each, count in batches)
@@ -105,14 +103,14 @@ def measure(
 def measure_costs(comm: MPI.Comm, calls: Mapping[int, TimedCall], seconds: float = 0.0) -> LinkCost:
     """Time calls that differ in their number of bytes, and fit alpha and beta to the medians. Collective and blocking.
 
-    The calls use only kernels that are already compiled, because a training step should not wait for a compilation.
+    The calls use only kernels that are already loaded, because a training step should not wait for a compilation.
 
     Args:
         comm: The ranks.
         calls: The number of bytes -> the call. There must be at least two calls.
         seconds: The time to spend. Default: as little as possible.
     """
-    timings = measure(comm, list(calls.values()), seconds, settle=False)
+    timings = measure(comm, list(calls.values()), seconds, load=False)
     return fit([(nbytes, timing.median) for nbytes, timing in zip(calls, timings, strict=True)])
 
 

@@ -396,6 +396,11 @@ class Board:
         """Tell the other ranks that this rank will enter no more operations. `how` is a key of `DEPARTURES`."""
         self.memory.words[self.rank][LEFT] = how
 
+    def close(self) -> None:
+        """Give the board up. Other ranks may do so later."""
+        self.marks.close()
+        self.memory.close([rank for rank in range(self.size) if self._peers.has_ended(rank)])
+
     def _complete(self) -> bool:
         """True if all ranks have entered the current operation."""
         row = int.from_bytes(self.entries[self.number & 1], ORDER)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from typing import TypeVar
@@ -76,13 +77,17 @@ class CommCreationGuard:
     As soon as a rank has died, or `revoke_all` is called, `comm` and all communicators made in the context are revoked.
     Ranks that wait on one of these communicators then raise MPI.Exception. A thread watches for deaths, so the context
     needs MPI_THREAD_MULTIPLE. A process can be in only one such context at a time.
+
+    Args:
+        is_hopeless: Called by the thread again and again, and True when all shall be revoked. None: when a rank of
+            `comm` has died.
     """
 
     # the context that this process is in
     present: CommCreationGuard | None = None
 
-    def __init__(self, comm: MPI.Comm) -> None:
-        self._comm = comm
+    def __init__(self, comm: MPI.Comm, is_hopeless: Callable[[], bool] | None = None) -> None:
+        self._is_hopeless = is_hopeless or (lambda: bool(dead_ranks(comm)))
         # `comm`, and all communicators that were made from it
         self._made = [comm]
         # True once all communicators of `_made` are revoked
@@ -101,7 +106,8 @@ class CommCreationGuard:
             self.revoke_all()
         self._over.set()
         self._thread.join()
-        CommCreationGuard.present = None
+        if CommCreationGuard.present is self:
+            CommCreationGuard.present = None
 
     def add(self, comm: MPI.Comm) -> None:
         """Let `revoke_all` revoke this new communicator as well. After `revoke_all`, revoke it at once."""
@@ -126,7 +132,7 @@ class CommCreationGuard:
 
     def _watch(self) -> None:
         while not self._over.wait(WATCH_SECONDS):
-            if dead_ranks(self._comm):
+            if self._is_hopeless():
                 self.revoke_all()
                 return
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -279,13 +279,16 @@ class NodeAreas:
             self._buffers = [np.empty(nbytes, np.uint8) for _ in range(2)]
         return self._buffers
 
-    def close(self) -> None:
+    def close(self, ended: Iterable[int]) -> None:
         """Give the areas up. Collective if there is a fence.
 
-        Other ranks may still read this rank's area, so it stays in memory until all of them have called this.
+        Other ranks may still read this rank's area, so it stays in memory until all of them have called this, except
+        those whose processes have `ended`.
         """
         for area in self.areas:
             area[CLOSED_AT + self.rank] = 1
+        for rank in ended:
+            self.areas[self.rank][CLOSED_AT + rank] = 1
         os.close(self.poison_fd)
         _closed.append(self)
         free_closed()

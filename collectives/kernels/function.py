@@ -46,8 +46,17 @@ class Compiled:
         self._text = text
         self._kernels: dict[np.dtype, engine.Kernel | None] = {}
 
-    def prepare(self, dtype: np.dtype) -> engine.Kernel | None:
-        """Request the kernel for a dtype, so that it is compiled in time. Return None if kernels do not support it."""
+    def prepare(self, dtype: np.dtype, elements: int = 0) -> engine.Kernel | None:
+        """Return the kernel for a dtype, or None if kernels do not support it.
+
+        Load it now if that pays for calls with so many elements. Blocking then.
+        """
+        kernel = self._kernel_for(dtype)
+        if kernel is not None:
+            kernel.prepare(elements)
+        return kernel
+
+    def _kernel_for(self, dtype: np.dtype) -> engine.Kernel | None:
         if dtype not in self._kernels:
             name = dtype.name if dtype.isnative else ""
             self._kernels[dtype] = self._kernel(name) if name in self._dtypes else None
@@ -62,16 +71,16 @@ class Compiled:
         return engine.kernel(f"{self._name} of {dtype}", text, types)
 
     def ready(self, array: np.ndarray) -> bool:
-        """True if the kernel is compiled for the dtype of an array.
+        """True if the kernel is loaded for the dtype of an array. If it is not, the caller uses NumPy.
 
-        If it is not, the caller uses NumPy, and the elements of the array count towards the start of compilation.
+        Blocking if `Kernel.call_for` loads kernels.
         """
-        kernel = self.prepare(array.dtype)
+        kernel = self._kernel_for(array.dtype)
         return kernel is not None and kernel.call_for(array.size) is not None
 
     def __call__(self, array: np.ndarray, *rest: np.ndarray | int) -> int:
-        """Run the kernel and return its result. Return 0 if it is not compiled, or cannot take these arrays."""
-        kernel = self.prepare(array.dtype)
+        """Run the kernel and return its result. Return 0 if it is not loaded, or cannot take these arrays."""
+        kernel = self._kernel_for(array.dtype)
         if kernel is None or (call := kernel.call_for(array.size)) is None:
             return 0
         try:

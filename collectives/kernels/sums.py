@@ -62,9 +62,9 @@ def add_parts(parts: Sequence[Vector], out: Vector) -> None:
 
     `out` may be the first of them, but must not overlap another.
     """
-    # NumPy adds two of them as fast as a kernel.
-    if len(parts) == 2 and out.itemsize > 2:
-        quietly(np.add, parts[0], parts[1], out)
+    # NumPy adds short arrays, and two of any length, as fast as a kernel.
+    if out.itemsize > 2 and (len(parts) == 2 or out.nbytes < LEAST_WIDER_BYTES):
+        quietly(_add_by_numpy, parts, out)
         return
     group, others = parts[:MOST_PARTS], parts[MOST_PARTS:]
     _add_group(group, out)
@@ -82,20 +82,28 @@ def _add_group(parts: Sequence[Vector], out: Vector) -> None:
         if call is not None and all(_kernel_can_take(part, out) for part in parts):
             call(*_arguments(parts, out, 1))
             return
+    quietly(_add_by_numpy, parts, out)
+
+
+def _add_by_numpy(parts: Sequence[Vector], out: Vector) -> None:
+    if len(parts) > 2 and out.nbytes > PIECE_BYTES:
+        step = PIECE_BYTES // out.itemsize
+        for start in range(0, out.size, step):
+            piece = slice(start, start + step)
+            _add_by_numpy([part[piece] for part in parts], out[piece])
+        return
     if len(parts) == 1:
         np.copyto(out, parts[0])
-    step = out.size if len(parts) == 2 else max(1, PIECE_BYTES // out.itemsize)
-    for start in range(0, out.size if len(parts) > 1 else 0, max(1, step)):
-        total, first, *others = (array[start : start + step] for array in (out, *parts))
-        for other in others:
-            quietly(np.add, first, other, total)
-            first = total
+    first = parts[0]
+    for other in parts[1:]:
+        np.add(first, other, out)
+        first = out
 
 
 def pays(combine: Callable[..., Any], dtype: np.dtype[Any], parts: int, nbytes: int, mean: bool = False) -> bool:
     """True if a kernel pays for a reduction of `parts` vectors of `nbytes` bytes each.
 
-    Kernels for wider elements than 16 bits pay only if this process compiles kernels anyway.
+    Kernels for wider elements than 16 bits pay only if this process has loaded Numba anyway.
     """
     limit = _threshold(dtype)
     if limit is None or combine not in SIGNS or not (dtype.itemsize == 2 or engine.in_use()):
@@ -104,7 +112,7 @@ def pays(combine: Callable[..., Any], dtype: np.dtype[Any], parts: int, nbytes: 
 
 
 def _call(kernel: engine.Kernel, out: Vector) -> Callable[..., Any] | None:
-    """Return the function of a kernel, or None until it is compiled. Only 16-bit elements count towards compilation."""
+    """Return the function of a kernel, or None until it is loaded. Only 16-bit elements count towards loading."""
     return kernel.call_for(out.size) if out.itemsize == 2 else kernel.call
 
 
@@ -115,11 +123,13 @@ def _threshold(dtype: np.dtype[Any]) -> KernelThreshold | None:
 
 
 def prepare(combine: Callable[..., Any], dtype: np.dtype[Any], parts: int, nbytes: int, mean: bool = False) -> None:
-    """Request the kernels of a reduction, if they pay, so that they are compiled in time. Does not block."""
+    """Load the kernels of a reduction, if they pay. Blocking then, up to a second or two."""
     if pays(combine, dtype, parts, nbytes, mean):
-        _kernel(combine, dtype.name, min(parts, MOST_PARTS))
+        groups = {min(parts, MOST_PARTS)}
         if parts > MOST_PARTS and (rest := (parts - 1) % (MOST_PARTS - 1)):
-            _kernel(combine, dtype.name, rest + 1)
+            groups.add(rest + 1)
+        for count in groups:
+            _kernel(combine, dtype.name, count).prepare(nbytes // dtype.itemsize)
 
 
 def steps(
@@ -185,7 +195,7 @@ def _pairs(
 def _one_pass(
     combine: Callable[..., Any], parts: Sequence[Vector], out: Vector, scratch: Vector | None, divisor: int
 ) -> Step:
-    """Return a step that runs a kernel, or NumPy calls as long as the kernel is not compiled."""
+    """Return a step that runs a kernel, or NumPy calls as long as the kernel is not loaded."""
     kernel, by_numpy = _kernel(combine, out.dtype.name, len(parts)), _pairs(combine, parts, out, scratch, divisor)
     arguments = _arguments(parts, out, divisor)
 

@@ -41,7 +41,7 @@ from typing import Any, NamedTuple
 from mpips.collectives.recorder import ring
 from mpips.collectives.recorder.ring import HEAD_BYTES, RECORD_BYTES, WORD, CallRecord, RecordRing
 
-MAGIC, VERSION = 0x6D70697073_52, 5
+MAGIC, VERSION = 0x6D70697073_52, 6
 # The words of the head, in order. Times are nanoseconds of the monotonic clock, except began_ns, which is Unix time.
 #   generation, step        1 more than the value; 0 means unknown
 #   waited_ns, waits        total time and number of the waits that are over
@@ -83,9 +83,22 @@ TOKEN_BYTES = 256
 # Each lane has a cache line of its own, which holds the mark and the lane's identity.
 LANE_WORDS = 8
 MARKS = TEXT_BYTES * 8
-# The numbers of a table. A server writes the first six (see Table.stats). A worker writes the last four: how many rows
-# it has pushed, asked servers for, and read in place, and how many of its pushes a server refused for lack of memory.
-TABLE = ("rows", "bytes", "updates", "evicted", "refused", "counted", "pushed", "asked", "in_place", "refused_pushes")
+# The numbers of a table. A server writes the first seven (see Table.stats). A worker writes the last four: how many
+# rows it has pushed, asked servers for, and read in place, and how many of its pushes a server refused for lack of
+# memory.
+TABLE = (
+    "rows",
+    "bytes",
+    "updates",
+    "evicted",
+    "refused",
+    "counted",
+    "removed",
+    "pushed",
+    "asked",
+    "in_place",
+    "refused_pushes",
+)
 MOST_TABLES = 64
 TABLE_WORDS = 16
 NUMBERS_AT = MARKS + LANES * LANE_WORDS * 8

@@ -389,12 +389,13 @@ TABLE_COLUMNS = (
     "in place",
     "room MB",
     "evicted",
+    "removed",
     "refused",
     "counted",
     "no memory",
 )
 # columns that are left out if they are empty
-RARE_COLUMNS = ("missed", "exchanges", "evicted", "refused", "counted", "no memory")
+RARE_COLUMNS = ("missed", "exchanges", "evicted", "removed", "refused", "counted", "no memory")
 # columns that are aligned to the left
 LEFT_COLUMNS = ("role", "host", "state", "where", "for", "table")
 # The column "where" is cut to this width if it is wider.
@@ -426,7 +427,10 @@ def _make_table_row(table: str, rank: Rank) -> dict[str, str]:
             "MB": f"{numbers['bytes'] / MEGA:.3g}",
             "rows/s": _format_rate(rates, "rows"),
             "room MB": f"{rank.room_bytes / MEGA:.0f}",
-            **{field: f"{numbers[field]:,}" if numbers[field] else "" for field in ("evicted", "refused", "counted")},
+            **{
+                field: f"{numbers[field]:,}" if numbers[field] else ""
+                for field in ("evicted", "removed", "refused", "counted")
+            },
         }
     pulled = numbers["in_place"] + numbers["asked"]
     return row | {

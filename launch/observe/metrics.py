@@ -125,6 +125,7 @@ DEFINITIONS = (
     _of_tables(GAUGE, "counted_ids", "Ids without a row whose updates this server counts.", "server", ["counted"]),
     _of_tables(COUNTER, "updates", "Updates of rows of the table on this server.", "server", ["updates"]),
     _of_tables(COUNTER, "evicted_rows", "Rows that this server has dropped.", "server", ["evicted"]),
+    _of_tables(COUNTER, "removed_rows", "Rows that the program has removed.", "server", ["removed"]),
     _of_tables(COUNTER, "refused_gradients", "Gradients of ids that got no row.", "server", ["refused"]),
     _of_tables(COUNTER, "pushed_rows", "Rows whose gradients this worker has pushed.", "worker", ["pushed"]),
     _of_tables(COUNTER, "pulled_rows", "Rows that this worker has pulled.", "worker", ["asked", "in_place"]),

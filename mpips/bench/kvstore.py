@@ -56,8 +56,6 @@ ARRAYS = ("ordinary", "empty")
 MOST_KEYS = 10_000
 # number of elements of an array that are set in each round, and checked when they come back
 MARKS = 64
-# seconds after which the servers have compiled their kernels
-COMPILES = 2.0
 # elements that the floor sums at a time, so that the sum is still in cache when the next contribution is added
 BLOCK_ELEMENTS = 262_144
 
@@ -211,7 +209,7 @@ def command(
     floors = {n: measure_floor(world, servers, 4 * n, 7) for n in counts} if plain else {}
     if world.rank == 0 and (world.size - servers) % clients:
         click.echo(uneven(world.size - servers, clients), err=True)
-    # Compile kernels from the start, because a long job also uses compiled kernels after a while.
+    # Load kernels from the start, because a long job also uses compiled kernels after a while.
     os.environ.setdefault("MPIPS_KERNELS", "numba")
     kv = create(kind, servers=servers, clients=clients, masters=masters)
     if updates or kind.endswith("async"):
@@ -223,9 +221,6 @@ def command(
             if array == kinds[0]:
                 kv.init(name_keys(n, keys), [np.zeros(n, np.float32)] * keys)
                 expect = expected_values(updates)
-            if updates and not rows:
-                kv.barrier()
-                time.sleep(COMPILES)
             roles = kv.type, optimizer or "", kv.layout.num_servers, kv.num_workers, len(kv.layout.clients), masters
             measured = measure_rounds(kv, n, array, keys, seconds, expect)
             floor_s = keys * floors[n][array] if n in floors else None

@@ -33,8 +33,6 @@ SUM_ELEMENTS = (1 << 14, 1 << 18, 1 << 22, 1 << 24)
 # most arrays in memory at a time: in measure_update() of Adam, for its own update, the timed copy, and the states of
 # PyTorch's three settings
 ARRAYS = 22
-# most seconds to wait for a kernel to be compiled
-COMPILES = 120.0
 COUNT = Whole(1)
 # PyTorch's implementations of an optimizer
 # fused: one kernel; foreach: a call for each operation, on all arrays; default: a call for each operation and array
@@ -112,7 +110,7 @@ def measure_update(
 
     steps: dict[str, TimedCall] = {"copy": lambda: np.copyto(target, source), "numpy": by_numpy}
     kernel = optimizer.prepare(weights.dtype, gradients)
-    engine.settle(COMPILES)
+    engine.load_all()
     if kernel is not None and kernel.call is not None:
         steps["compiled"] = lambda: optimizer.update_by_sum(weights, parts, state, next(numbers))
     if torch is not None:

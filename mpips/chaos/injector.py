@@ -44,7 +44,10 @@ class RankUp(msgspec.Struct, tag=True, frozen=True):
 
 
 class StoreCreated(msgspec.Struct, tag=True, frozen=True):
-    """A message from a rank that has made a store. The rank is worker number `worker` of the store's `workers`."""
+    """A message from a rank that has made a store. The rank is worker number `worker` of the store's `workers`.
+
+    A process group that can be made anew counts as a store.
+    """
 
     time: float
     rank: int
@@ -109,6 +112,8 @@ class Injector:
         # name of a call -> how many times the rank has begun that call
         self._counts: Counter[str] = Counter()
         self._store: KVStore | None = None
+        # rank and size in the process group that `mpips.torch` has made anew, if there is one
+        self._group: tuple[int, int] | None = None
         self._line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._line.connect(str(folder / SOCKET))
         faulthandler.register(SHOW_STACK, chain=False)
@@ -134,10 +139,12 @@ class Injector:
                     time.sleep(TO_BE_KILLED)
 
     def place(self) -> tuple[int, int]:
-        """Return this worker's number in the store, and the number of workers.
+        """Return this worker's number in the store or process group, and the number of workers.
 
-        Before a store is made, return this rank's number and the number of ranks.
+        Before one is made, return this rank's number and the number of ranks.
         """
+        if self._group is not None:
+            return self._group
         if self._store is None:
             return launched_as(os.environ) or (0, 1)
         return self._store.rank, self._store.num_workers
@@ -150,6 +157,15 @@ class Injector:
                 setattr(store, call, self._counted(call, getattr(store, call)))
         self.send(RankUp(self.rank, "worker", socket.gethostname()))
         self.send(StoreCreated(time.monotonic(), self.rank, *self.place()))
+
+    def join(self, rank: int, size: int) -> None:
+        """Report that this rank is in a process group that has been made anew."""
+        recovered, self._group = self._group is not None, (rank, size)
+        if recovered:
+            self.send(StoreRecovered(time.monotonic(), self.rank, rank, size, None))
+        else:
+            self.send(RankUp(self.rank, "worker", socket.gethostname()))
+            self.send(StoreCreated(time.monotonic(), self.rank, rank, size))
 
     def _counted(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
@@ -194,6 +210,12 @@ def watched(create: Create) -> Create:
         return store
 
     return created  # type: ignore[return-value]
+
+
+def join_group(rank: int, size: int) -> None:
+    """Report that this rank is in a process group that `mpips.torch` has made anew. Does nothing if not watched."""
+    for injector in _injectors:
+        injector.join(rank, size)
 
 
 def note(step: int, value: SupportsFloat | bytes | np.ndarray) -> None:

@@ -111,10 +111,10 @@ class Compressor:
         """Do the work of `read` with a compiled kernel. If no kernel is ready, change nothing and return False."""
         return False
 
-    def prepare(self, dtype: np.dtype) -> None:
-        """Start to compile the kernels for gradients of this dtype, without waiting for the result."""
+    def prepare(self, dtype: np.dtype, elements: int = 0) -> None:
+        """Load the kernels for gradients of this dtype and of so many elements, if they pay. Blocking then."""
         for kernel in (kernels.fit, *self._kernels):
-            kernel.prepare(dtype)
+            kernel.prepare(dtype, elements)
 
     def decode(self, payload: np.ndarray, out: np.ndarray, add: bool = True) -> None:
         """Decode a payload and add the result to `out`. With add=False, write the result to `out` instead.

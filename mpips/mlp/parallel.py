@@ -250,7 +250,7 @@ class LocalUpdate:
         # samples of this client in the current minibatch
         self._samples = 0
         self._state = optimizer.init(network.flat_parameters)
-        prepare(optimizer, network.flat_parameters.dtype)
+        prepare(optimizer, network.flat_parameters.dtype, elements=network.flat_parameters.size)
         # layer whose gradient completes a bucket -> (slice of the flat arrays, the collective that sums the slice)
         self._buckets = {}
         for layer, start, stop in buckets(network.layer_elements, 2 if half else network.dtype.itemsize):

@@ -4,7 +4,7 @@
 
     1. numbers(step)                the numbers of this step, in the working dtype
     2. equation(w, g, state, ...)   recorded at the first call (`trace`), and not called again
-    3. a kernel over all elements   if the engine has compiled one (`collectives.kernels.engine`)
+    3. a kernel over all elements   if the engine has loaded one (`collectives.kernels.engine`)
     4. otherwise calls of NumPy     block by block, so that all arrays stay in cache from one call to the next
 
 `update_by_sum` and `Updater` apply any optimizer, including one that is not an `Equation`. For such an optimizer, NumPy
@@ -105,7 +105,7 @@ class Equation:
     def update_rows(self, table: np.ndarray, rows: np.ndarray, gradient: np.ndarray, state: State, step: int) -> bool:
         """Update some rows of a table, and of its state, by a row-sparse gradient, if there is a kernel for it.
 
-        Return False, with nothing changed, if there is no such kernel, or if it is not compiled yet.
+        Return False, with nothing changed, if there is no such kernel, or if it is not loaded yet.
 
         Args:
             table: The weights, (n, ...), C-contiguous.
@@ -121,13 +121,16 @@ class Equation:
         numbers = way.numbers(self, step)
         return _run_kernel(way, weights, [gradient.reshape(-1)], state, numbers, weights.size // len(table), rows)
 
-    def prepare(self, dtype: np.dtype, parts: int = 1) -> engine.Kernel | None:
-        """Start to compile the kernel for sums of `parts` gradients, so that it is ready when updates begin.
+    def prepare(self, dtype: np.dtype, parts: int = 1, elements: int = 0) -> engine.Kernel | None:
+        """Load the kernel that updates `elements` weights by the sum of `parts` gradients, if it pays.
 
-        Return the kernel, or None if weights of this dtype are always updated by NumPy. This call does not block:
-        `engine.settle` waits for the kernel.
+        Blocking, up to a second or two. Return the kernel, or None if weights of this dtype are always updated by
+        NumPy.
         """
-        return _way(self, dtype, min(parts, MOST_PARTS), ask=True).kernel if dtype.name in trace.WIDE else None
+        kernel = _way(self, dtype, min(parts, MOST_PARTS), ask=True).kernel if dtype.name in trace.WIDE else None
+        if kernel is not None:
+            kernel.prepare(elements)
+        return kernel
 
 
 class _Way(NamedTuple):
@@ -161,7 +164,7 @@ class _Way(NamedTuple):
 def _way(optimizer: Equation, dtype: np.dtype, parts: int, ask: bool, by_rows: bool = False) -> _Way:
     """Return the `_Way` in which an optimizer updates weights, or rows of weights (`by_rows`).
 
-    A kernel is compiled only if `ask` is True. An optimizer that cannot be hashed, because an option is an array or a
+    It has a kernel only if `ask` is True. An optimizer that cannot be hashed, because an option is an array or a
     list, is recorded again at every call.
     """
     try:
@@ -322,10 +325,10 @@ def _block(name: str, dtype: np.dtype, length: int, like: np.ndarray) -> np.ndar
 # ---- any optimizer
 
 
-def prepare(optimizer: Optimizer | None, dtype: np.dtype, parts: int = 1) -> None:
-    """Start to compile the kernel for sums of `parts` gradients, so that it is ready when updates begin."""
+def prepare(optimizer: Optimizer | None, dtype: np.dtype, parts: int = 1, elements: int = 0) -> None:
+    """Load the kernel that updates `elements` weights by the sum of `parts` gradients, if it pays. Blocking then."""
     if isinstance(optimizer, Equation):
-        optimizer.prepare(dtype, parts)
+        optimizer.prepare(dtype, parts, elements)
 
 
 def update_by_sum(
@@ -372,7 +375,7 @@ class Updater:
         self._weights = [array.reshape(-1) for array in parameters]
         self.states = [optimizer.init(weights) for weights in self._weights]
         for array in parameters:
-            prepare(optimizer, array.dtype)
+            prepare(optimizer, array.dtype, elements=array.size)
 
     def update(self, gradients: Sequence[np.ndarray]) -> None:
         """Update every array by its gradient of the same shape. For `Elastic2`, pass the centres as gradients."""

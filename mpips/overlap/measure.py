@@ -229,7 +229,7 @@ def run_seconds(
             message.wait()
 
     calls = [partial(run, groups, asleep) for asleep in modes for groups in wanted]
-    timings = measure(workers, calls, 0.0, rounds, settle=False)
+    timings = measure(workers, calls, 0.0, rounds, load=False)
     medians = np.reshape([timing.median for timing in timings], (len(modes), len(wanted)))
     return medians.mean(axis=0).tolist()
 

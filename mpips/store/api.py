@@ -224,6 +224,8 @@ class KVStore(NotCopyable):
         admit: Seen | Chance | None = None,
         evict: int | None = None,
         limit: int | None = None,
+        evict_by: str | None = None,
+        evict_after: str | float | None = None,
         rounding: str = "nearest",
         **options: Any,
     ) -> Table:
@@ -248,6 +250,11 @@ class KVStore(NotCopyable):
             evict: Drop rows that none of the last `evict` updates has used. None: keep all rows.
             limit: The maximum number of rows that the table holds after an update. The least recently used rows are
                 dropped first. Each server has an equal share of the limit. None: no limit.
+            evict_by: The order in which `limit` drops rows: "age" (the oldest last update first), "count" (the fewest
+                updates first) or "score" (the smallest of the scores that `push` and `set` get). Among equal rows the
+                oldest last update comes first, then the smallest id. None: "age".
+            evict_after: Drop rows whose last update is at least this long ago on the wall clock of worker 0: "7d",
+                "12h", "30m", "90s", or seconds. None: keep all rows.
             rounding: How updated rows of float16 or bfloat16 are rounded: to "nearest", or "stochastic", which means
                 at random to one of the two neighbours. The random numbers depend only on seed, table name, id, number
                 of the update and column.
@@ -268,7 +275,8 @@ class KVStore(NotCopyable):
         from mpips.tables.make import TableOptions, make
 
         with self._route.marked("table"):
-            chosen = TableOptions(dim, dtype, init, optimizer, seed, admit, evict, limit, rounding)
+            life = admit, evict, limit, evict_by, evict_after
+            chosen = TableOptions(dim, dtype, init, optimizer, seed, *life, rounding)
             return make(self.worker, self._route, name, chosen, options)
 
     def recut(self, keys: Sequence[Name], new: Mapping[Name, int]) -> None:

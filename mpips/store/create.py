@@ -249,15 +249,18 @@ def _closer(layout: Layout, generation: Generation) -> Callable[[], None]:
 
 def _unable(options: Options | None) -> str:
     """Return the reason why this MPI cannot run a store with `spares`, or "" if it can or `spares` is not set."""
-    if options is None or options.spares < 0:
-        return ""
+    return "" if options is None or options.spares < 0 else why_deaths_end_job(f"spares={options.spares}")
+
+
+def why_deaths_end_job(wish: str) -> str:
+    """Return the reason why this MPI cannot fulfil a `wish` that needs ranks to survive deaths, or ""."""
     if not survives_deaths():
         return (
-            f"spares={options.spares} needs an MPI in which a death ends no job: Open MPI with ULFM, as `mpips run "
-            "--spares` or `mpirun --with-ft ulfm` starts it; `mpips run --restarts` serves under any MPI"
+            f"{wish} needs an MPI in which a death ends no job: Open MPI with ULFM, as `mpips run --spares` or "
+            "`mpirun --with-ft ulfm` starts it; `mpips run --restarts` serves under any MPI"
         )
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        return f"spares={options.spares} needs MPI_THREAD_MULTIPLE, which this MPI does not give"
+        return f"{wish} needs MPI_THREAD_MULTIPLE, which this MPI does not give"
     return ""
 
 

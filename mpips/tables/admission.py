@@ -94,14 +94,14 @@ def lucky(key: int, ids: Ids, update: int, probability: float) -> NDArray[np.boo
     return (words >> np.uint64(11)) < np.uint64(math.ceil(probability * (1 << 53)))
 
 
-def often_named(counts: TableRows, ids: Ids, update: int, times: int) -> NDArray[np.bool_]:
+def often_named(counts: TableRows, ids: Ids, times: int) -> NDArray[np.bool_]:
     """Count an update for ids without a row. Return a mask of the ids that updates have now named `times` times.
 
     The caller makes rows for these ids, so their counts are removed. After that, old counts are dropped (`evict`,
     `remember`).
     """
     # The counts' optimizer is SGD with learning rate 1, so a gradient of -1 adds 1.
-    counts.change_rows(ids, np.full((len(ids), 1), -1, np.float32), update)
+    counts.change_rows(ids, np.full((len(ids), 1), -1, np.float32))
     reached: NDArray[Any] = counts.pull(ids)[:, 0] >= times
     counts.remove(ids[reached])
     counts.drop_due_rows()

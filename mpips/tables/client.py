@@ -24,13 +24,13 @@ from mpips.collectives.fabric.tasks import Task
 from mpips.collectives.recorder import own as recorder
 from mpips.collectives.recorder import page
 from mpips.store.keys.key import Array
-from mpips.store.keys.row_sums import Distinct, Ids, Places, distinct, owners_of, sum_into
+from mpips.store.keys.row_sums import Distinct, Ids, Places, distinct, last_places, owners_of, sum_into
 from mpips.store.remote.link import ServerLink
 from mpips.store.remote.setup import Setup
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import RoomError
 from mpips.store.transport import frames
-from mpips.tables import halves, kernels, messages
+from mpips.tables import eviction, halves, kernels, messages
 from mpips.tables.in_place import RowsInPlace
 from mpips.tables.initial import FirstValues
 from mpips.tables.messages import decode_answer
@@ -90,6 +90,10 @@ class _Part(NamedTuple):
     # number of values in a row
     dim: int
     dtype: np.dtype
+    # a score for each id of a push, if the table evicts by score; the last one of an id counts
+    scores: Array | None = None
+    # for each distinct id the index of its last occurrence in the call; only needed for scores
+    last: Places | None = None
 
 
 class _Block:
@@ -128,9 +132,9 @@ class _Block:
                     request.rows_at = at - start
                 at += counts[server] * size
             at = ids_at = _round_up(at, 8)
-            for counts, first in zip(self._per_server, first_ids):
+            for part, first in zip(parts, first_ids):
                 first.append(at // 8)
-                at += 8 * counts[server]
+                at += (8 if part.scores is None else 16) * part.ids.per_server[server]
             data = _encode(asked)
             places.append((start, ids_at, at, data))
             end = at + len(data)
@@ -151,6 +155,10 @@ class _Block:
             whole = self.memory[: end // size * size]
             self.rows.append(whole.view(part.dtype).reshape(-1, part.dim))
             self.places.append(deal(part.ids, first_row, first_id, words))
+            if part.scores is not None:
+                first_scores = [at + count for at, count in zip(first_id, part.ids.per_server)]
+                score_places = deal(part.ids, first_scores, first_id, words)
+                words.view(np.float64)[score_places[part.last]] = part.scores[part.last]
 
     def rows_of(self, number: int, server: int) -> Array:
         """Return the rows of the ids of a table that belong to a server. `number` is that of the table in `parts`."""
@@ -210,6 +218,21 @@ class KnownTable:
         self.loads, self.room = self.loads + 1, {}
 
 
+class RowsPush(NamedTuple):
+    """A worker's contribution to the next round of a table: a push, or a call of `set` or `remove`.
+
+    Attributes:
+        rows: Gradients, or with `sets` the values to set, (k, dim). None if the rows of the ids are removed.
+        scores: A score for each id (k,), if the table evicts by score.
+    """
+
+    table: KnownTable
+    ids: Ids
+    rows: Array | None
+    scores: Array | None = None
+    sets: bool = False
+
+
 class RemoteTables:
     """The worker's side of all tables of a store: makes, pushes and pulls tables by requests to the servers.
 
@@ -244,8 +267,7 @@ class RemoteTables:
     def make(self, card: messages.MakeTable) -> Task[None]:
         """Make a table on all servers. Collective. Raises ValueError on all workers if a server cannot make it."""
         yield from self._setup.at_rank_0(lambda: self._setup.tell_all(card), f"table {card.table!r}")
-        loops = [*kernels.OF_WORKERS, *FirstValues(card).loops]
-        kernels.load(np.dtype(card.dtype), loops, kernels.LOADED_SECONDS)
+        kernels.load(np.dtype(card.dtype), [*kernels.OF_WORKERS, *FirstValues(card).loops])
         self.known[card.table] = KnownTable(card)
 
     def update(self, table: str, numbers: bytes) -> Task[None]:
@@ -253,36 +275,48 @@ class RemoteTables:
         request = messages.UpdateTable(table, numbers)
         yield from self._setup.at_rank_0(lambda: self._setup.tell_all(request), f"update_optimizer of table {table!r}")
 
-    def push(self, pushes: Sequence[tuple[KnownTable, Ids, Array]]) -> Task[None]:
-        """Contribute (table, ids, gradients) to the next round of each table, on every server.
+    def push(self, pushes: Sequence[RowsPush]) -> Task[None]:
+        """Contribute to the next round of each table, on every server.
 
         When the task is over, the arrays may be overwritten. Raises RoomError if servers refuse this round or an
         earlier one. Then none of these pushes counts, and the `round` of each table is the last round that counts.
         """
-        merged = [distinct(ids, self._servers) for _, ids, _ in pushes]
-        rooms = [table.room.get(server, 0) for table, *_ in pushes for server in range(self._servers)]
-        if any(count > room for count, room in zip((count for ids_of in merged for count in ids_of.per_server), rooms)):
-            yield from self._ask_for_room([table for table, *_ in pushes], merged)
-        sent = [self._send(table, ids_of, gradients) for (table, _, gradients), ids_of in zip(pushes, merged)]
+        merged = [distinct(push.ids, self._servers) for push in pushes]
+        rooms = [push.table.room.get(server, 0) for push in pushes for server in range(self._servers)]
+        counts = [count for ids_of in merged for count in ids_of.per_server]
+        adds = any(push.rows is not None for push in pushes)
+        if adds and any(count > room for count, room in zip(counts, rooms)):
+            yield from self._ask_for_room([push.table for push in pushes], merged)
+        sent = [self._send(push, ids_of) for push, ids_of in zip(pushes, merged)]
         every: list[Any] = []
-        for (table, ids, _), tokens in zip(pushes, sent):
+        for (table, ids, *_), tokens in zip(pushes, sent):
             every += (answers := (yield from self._answers(tokens)))
             self._take_room(table, answers)
             if len(table.room) == self._servers:
                 table.round += 1
                 table.numbers[PUSHED] += len(ids)
-                memories = self._pushes[table.name]
+                memories = self._pushes.get(table.name, [])
                 # The answer means that the previous push has been applied, so its memory is free.
                 for memory in memories[:-1]:
                     self._pool.give_back(memory)
                 del memories[:-1]
         yield from self._check_refused(every)
 
-    def _send(self, table: KnownTable, ids: Distinct, gradients: Array) -> list[int]:
+    def _send(self, push: RowsPush, ids: Distinct) -> list[int]:
         """Send a push to all servers. Return the tokens of the answers."""
-        requests = [[messages.PushRows(table.name, count, table.refusals)] for count in ids.per_server]
-        block = _Block(self._pool, [_Part(ids, gradients.shape[1], gradients.dtype)], requests)
-        (halves.sum_into if halves.is_half(gradients.dtype) else sum_into)(block.rows[0], gradients, block.places[0])
+        table, rows = push.table, push.rows
+        time = eviction.now() if table.card.evict_after else 0
+        if rows is None:
+            parts = [ids.ids[ids.owners == server].tobytes() for server in range(self._servers)]
+            removals = [messages.RemoveRows(table.name, part, table.refusals, time) for part in parts]
+            return [self._link.post_request(server, removal) for server, removal in enumerate(removals)]
+        requests = [[messages.PushRows(table.name, count, table.refusals, push.sets, time)] for count in ids.per_server]
+        last = last_places(push.ids)[1] if push.sets or push.scores is not None else None
+        block = _Block(self._pool, [_Part(ids, rows.shape[1], rows.dtype, push.scores, last)], requests)
+        if push.sets:
+            block.rows[0][block.places[0][last]] = rows[last]
+        else:
+            (halves.sum_into if halves.is_half(rows.dtype) else sum_into)(block.rows[0], rows, block.places[0])
         self._pushes.setdefault(table.name, []).append(block.memory)
         return [self._link.post_request_with(server, *block.body(server)) for server in range(self._servers)]
 
@@ -407,6 +441,24 @@ class RemoteTables:
             table.numbers[ASKED] += len(ids)
         self._pool.give_back(block.memory)
 
+    def exists(self, table: KnownTable, ids: Ids, out: NDArray[np.bool_]) -> Task[None]:
+        """Write into `out` which ids have a row, after all earlier pushes of this worker.
+
+        Raises RoomError like `pull`.
+        """
+        asked = [
+            (chosen, self._link.post_request(server, messages.HasRows(table.name, table.round, part, table.refusals)))
+            for server, chosen in enumerate(self._spread(ids))
+            for part in [ids[chosen].tobytes()]
+            # As in `pull`, ask the first server if the call has no ids.
+            if part or not (server or len(ids))
+        ]
+        answers = yield from self._answers([token for _, token in asked])
+        for (chosen, _), answer in zip(asked, answers):
+            if isinstance(answer, frames.Bytes):
+                out[chosen] = np.frombuffer(answer.data, np.bool_)
+        yield from self._check_refused(answers)
+
     def _read_in_place(self, table: KnownTable, ids: Ids, out: Array) -> Task[bool]:
         """Read rows in the servers' memory.
 
@@ -463,12 +515,12 @@ class RemoteTables:
         parts = {name: [answer.tables[number] for answer in answers] for number, name in enumerate(tables)}
         return FrozenOnServers(self._link, self._freezes, parts)
 
-    def reset(self, table: str, updates: int) -> Task[None]:
-        """Let all servers drop the rows of a table, and set the table's number of updates to `updates`.
+    def reset(self, table: str, updates: int, time: int) -> Task[None]:
+        """Let all servers drop the rows of a table, and set the number and the time of its updates.
 
         Called by one worker.
         """
-        yield from self._ask_all(messages.ResetTable(table, updates))
+        yield from self._ask_all(messages.ResetTable(table, updates, time))
 
     def end_load(self, table: str) -> Task[None]:
         """Tell all servers that they have all rows of a load. Called by one worker."""

@@ -4,7 +4,8 @@ To save, the servers freeze the rows as they are at one moment, and rank 0 reads
 sends rows to the servers.
 
 A table has a tensor for each of its arrays: `ids`, `values`, `touched` (the last update that has named the row), and
-the optimizer's state: `state0`, `state1`, `counts`. Rows are in any order. The id decides which server a row belongs
+the optimizer's state: `state0`, `state1`, `counts`. With `evict_by` it also has `scores`, and with `evict_after` it has
+`times` (of the last update that has named the row). Rows are in any order. The id decides which server a row belongs
 to, so a store with any number of servers can load the file.
 
 If a table counts updates of ids without a row, the counts are a second table. In the file of a single table the tensors
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
 import msgspec
@@ -44,7 +45,7 @@ from mpips.store.keys.row_sums import Ids
 from mpips.store.options import MOST
 from mpips.store.runtime.rendezvous import Items, attempt
 from mpips.store.worker.store import WorkerStore
-from mpips.tables import row_optimizers
+from mpips.tables import eviction, row_optimizers
 from mpips.tables.client import FrozenOnServers, KnownTable, RemoteTables
 from mpips.tables.messages import DTYPES, MakeTable, TableStats
 from mpips.tables.rows import arrays_of
@@ -73,6 +74,8 @@ class TableRecord(msgspec.Struct):
     rows: int
     # number of updates of the table when it was saved
     updates: int
+    # time of the last update (see `RowsRound`)
+    time: int = 0
     noun: ClassVar[str] = "table"
 
     @property
@@ -128,7 +131,8 @@ class RowsPiece(NamedTuple):
 def record_of(table: KnownTable, frozen: FrozenOnServers) -> TableRecord:
     """Return the description of a frozen table for the header of a file."""
     parts = frozen.parts[table.name]
-    return TableRecord(table.card, sum(part.rows for part in parts), max(part.updates for part in parts))
+    rows, updates = sum(part.rows for part in parts), max(part.updates for part in parts)
+    return TableRecord(table.card, rows, updates, max(part.time for part in parts))
 
 
 def pieces(record: TableRecord, prefix: str, frozen: FrozenOnServers) -> Iterator[RowsPiece]:
@@ -151,11 +155,26 @@ class FilePart(NamedTuple):
         records: Prefix of the names of a table's tensors -> description of the table.
         file: The open file.
         later: Sorted ids that later files contain or drop. Their rows in this file are skipped.
+        absent: Names of tensors that the file lacks, because the table that was saved had other options.
     """
 
     records: Mapping[str, TableRecord]
     file: Reader | TensorFile
     later: Ids = NO_IDS
+    absent: Collection[str] = ()
+
+
+def part_of(
+    file: Reader | TensorFile, records: Mapping[str, TableRecord], cards: Mapping[str, MakeTable], later: Ids = NO_IDS
+) -> FilePart:
+    """Return the part of a file to read into tables with the descriptions `cards`, given by prefix like `records`."""
+    absent = {
+        prefix + name
+        for prefix, record in records.items()
+        for name in arrays_of(cards[prefix]).keys() - arrays_of(record.card).keys()
+    }
+    chosen = {prefix: msgspec.structs.replace(record, card=cards[prefix]) for prefix, record in records.items()}
+    return FilePart(chosen, file, later, absent)
 
 
 def restore(tables: RemoteTables, parts: Sequence[FilePart]) -> Task[None]:
@@ -164,14 +183,21 @@ def restore(tables: RemoteTables, parts: Sequence[FilePart]) -> Task[None]:
     The last file names all these tables. Servers mark them as torn until all rows have arrived. So if a failure
     interrupts the load, a recovery does not continue with a part of the rows.
     """
+    loaded = eviction.now()
     for record in parts[-1].records.values():
-        yield from tables.reset(record.name, record.updates)
-    for records, file, later in parts:
+        time = record.time or loaded if record.card.evict_after else 0
+        yield from tables.reset(record.name, record.updates, time)
+    for records, file, later, absent in parts:
         for prefix, record in records.items():
-            names = [name for name, _ in record.tensors("")]
+            tensors = dict(record.tensors(""))
             step = max(1, LOADED_BYTES // _row_bytes(record))
             for start in range(0, record.rows, step):
-                arrays = {name: file.get(prefix + name, slice(start, start + step)) for name in names}
+                here = slice(start, min(start + step, record.rows))
+                arrays = {name: file.get(prefix + name, here) for name in tensors if prefix + name not in absent}
+                for name in (name for name in tensors if prefix + name in absent):
+                    # The scores of rows that were saved without scores begin at 0, and their clock begins now.
+                    value = loaded if name == "times" else 0
+                    arrays[name] = np.full(here.stop - start, value, tensors[name].dtype)
                 wanted = ~_are_among(arrays["ids"], later)
                 yield from tables.put_rows(record.name, {name: array[wanted] for name, array in arrays.items()})
     for record in parts[-1].records.values():
@@ -186,10 +212,10 @@ def _are_among(ids: Ids, others: Ids) -> NDArray[np.bool_]:
 
 
 def check_fit(what: str, path: str, record: TableRecord, table: KnownTable) -> None:
-    """Raise ValueError if the rows of a file do not fit a table, because dim, dtype or optimizer differ."""
-    for field in ("dim", "dtype", "optimizer"):
+    """Raise ValueError if the rows of a file do not fit a table, because dim, dtype, optimizer or scores differ."""
+    for field in ("dim", "dtype", "optimizer", "evict_by"):
         in_file, in_table = getattr(record.card, field), getattr(table.card, field)
-        if in_file != in_table:
+        if in_file != in_table and eviction.AGE not in (in_file, in_table):
             raise ValueError(f"{what}: {path} has {field} {in_file}, and the table {in_table}: make it as it was saved")
     saved, here = (row_optimizers.fixed(card.optimizer, card.numbers) for card in (record.card, table.card))
     if saved != here:
@@ -380,11 +406,11 @@ def _fitting(
     later, rows = NO_IDS, 0
     # Go from the last file to the first, because a file's rows are skipped if later files have their ids.
     for records, file, part in reversed(opened):
-        chosen = {"": msgspec.structs.replace(records[""], card=table.card)}
+        chosen, cards = {"": records[""]}, {"": table.card}
         if counts is not None and not parts:
             none = TableRecord(counts.card, 0, records[""].updates)
-            chosen[COUNTS_PREFIX] = msgspec.structs.replace(records.get(COUNTS_PREFIX, none), card=counts.card)
-        parts.insert(0, FilePart(chosen, file, later))
+            chosen[COUNTS_PREFIX], cards[COUNTS_PREFIX] = records.get(COUNTS_PREFIX, none), counts.card
+        parts.insert(0, part_of(file, chosen, cards, later))
         step = PIECE_BYTES // 8
         for start in range(0, records[""].rows if len(opened) > 1 else 0, step):
             rows += int(np.count_nonzero(~_are_among(file.get("ids", slice(start, start + step)), later)))

@@ -24,7 +24,7 @@ from mpips.tables.places import FREE
 Array = NDArray[Any]
 Positions = NDArray[np.int64]
 Arrays = dict[str, tuple[np.dtype, tuple[int, ...]]]
-WORDS = 16
+WORDS = 24
 # Words of the journal, besides those of `UndoWords`:
 # ROWS: number of positions in use, from 0.
 # ROWS_BEFORE: the value of ROWS before the round.
@@ -33,7 +33,7 @@ WORDS = 16
 # REFUSALS: number of refused rounds. Processes that read rows in place look at it.
 ROWS, ROWS_BEFORE, TORN, HERE, REFUSALS = range(4, 9)
 # counts at the last round and at the round before it, in the order of `RowsRound`
-COUNTS, COUNTS_BEFORE = slice(9, 12), slice(12, 15)
+COUNTS, COUNTS_BEFORE = slice(9, 16), slice(16, 23)
 # prefix of the names of the undo copies
 KEPT = "kept "
 # size of the pieces in which rows are read, in bytes
@@ -46,10 +46,17 @@ class RowsRound(NamedTuple):
     round: int
     # number of updates
     updates: int
-    # number of rows dropped
+    # number of rows dropped by `evict`, `evict_after` and `limit`
     dropped: int
     # number of gradients dropped because their id got no row
     refused: int
+    # the part of `dropped` that `evict_after` has dropped, and the part that `limit` has dropped
+    expired: int = 0
+    excess: int = 0
+    # number of rows that the program has removed
+    removed: int = 0
+    # Time of the last update, in microseconds since 1970. It never goes back. 0 in a table without `evict_after`.
+    time: int = 0
 
 
 class Journal(UndoWords[RowsRound]):

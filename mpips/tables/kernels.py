@@ -31,21 +31,16 @@ IDS = ("int64",)
 # return 0 for such rows.
 PAIRWISE = 128
 SUMS = {**CONSTANTS, "PAIRWISE": PAIRWISE}
-# A worker that makes a table waits at most this long for the compiled loops.
-LOADED_SECONDS = 3.0
 
 
-def load(dtype: np.dtype, loops: Sequence[Compiled], seconds: float = 0.0) -> None:
-    """Load compiled loops in the background, and wait at most `seconds` for them.
-
-    While Numba is being loaded, a push can take up to 0.1 s longer, because both need Python's interpreter lock.
-    """
+def load(dtype: np.dtype, loops: Sequence[Compiled]) -> None:
+    """Load compiled loops. Blocking, up to some seconds if they have to be compiled."""
     for loop in loops:
         # A loop is for rows and the dtype in which they are updated, or for ids.
         kinds = [loop.prepare(kind) for kind in (dtype, working_dtype(dtype))]
         if not any(kinds):
             loop.prepare(np.dtype(np.int64))
-    engine.settle(seconds)
+    engine.load_all()
 
 
 @compiled("const int64[], const uint32[], const int64[], int64[]", IDS, CONSTANTS)

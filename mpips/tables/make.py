@@ -18,7 +18,7 @@ from mpips.store.worker.operations import CALLER_ERRORS
 from mpips.store.worker.restored import Restored
 from mpips.store.worker.route import Route
 from mpips.store.worker.store import WorkerStore
-from mpips.tables import initial, row_optimizers
+from mpips.tables import eviction, initial, row_optimizers
 from mpips.tables.admission import Chance, Seen
 from mpips.tables.halves import is_half
 from mpips.tables.initial import FirstValues, key_of, uniform
@@ -88,7 +88,7 @@ def _checked(store: WorkerStore, name: str, options: TableOptions, numbers: dict
 
     In the result `optimizer` is an object with the hyperparameters `numbers`.
     """
-    dim, dtype, init, optimizer, seed, admit, evict, limit, rounding = options
+    dim, dtype, init, optimizer, seed, admit, evict, limit, evict_by, evict_after, rounding = options
     servers, collections = store.layout.num_servers, store.collections
     if not (admit is None or isinstance(admit, (Seen, Chance))):
         raise ValueError(f"table {name!r}: admit={admit!r}: give mpips.seen(times), mpips.chance(probability) or None")
@@ -127,6 +127,8 @@ def _checked(store: WorkerStore, name: str, options: TableOptions, numbers: dict
         admit,
         _check_count(name, "evict", evict, 1),
         _check_count(name, "limit", limit, servers),
+        _check_evict_by(name, evict_by, limit),
+        None if evict_after is None else with_name(name, lambda: eviction.span_of(evict_after)),
         rounding,
     )
     # Try the rule, so that a function that cannot give rows raises here and not on a server.
@@ -150,6 +152,8 @@ def card_of(name: str, options: TableOptions) -> MakeTable:
         options.limit or 0,
         seen=admit.times if isinstance(admit, Seen) else 0,
         chance=admit.probability if isinstance(admit, Chance) else 1.0,
+        evict_by=options.evict_by,
+        evict_after=options.evict_after or 0,
         init=options.init.rule,
         mean=options.init.mean,
         stochastic=options.rounding == "stochastic",
@@ -164,7 +168,8 @@ def card_of_counts(card: MakeTable, admit: Seen) -> MakeTable:
     """
     optimizer = row_optimizers.encode(row_optimizers.create("sgd", {"learning_rate": 1.0}))
     name = card.table_of_counts
-    return MakeTable(name, 1, "float32", card.key, 0.0, *optimizer, evict=card.evict, limit=admit.remember)
+    life: dict[str, Any] = {"evict": card.evict, "evict_after": card.evict_after, "limit": admit.remember}
+    return MakeTable(name, 1, "float32", card.key, 0.0, *optimizer, **life)
 
 
 def _difference(restored: MakeTable, asked: MakeTable, source: Restored) -> str:
@@ -183,6 +188,16 @@ def _difference(restored: MakeTable, asked: MakeTable, source: Restored) -> str:
     if restored == asked:
         return ""
     return f"table {asked.table!r} has other options in {source.source} than are asked for"
+
+
+def _check_evict_by(name: str, given: object, limit: object) -> str:
+    if given is None or given == eviction.AGE:
+        return eviction.AGE
+    if given not in (eviction.COUNT, eviction.SCORE):
+        raise ValueError(f"table {name!r}: evict_by={given!r}: give 'age', 'count' or 'score'")
+    if limit is None:
+        raise ValueError(f"table {name!r}: evict_by={given!r} says which rows limit= drops first: give limit, too")
+    return str(given)
 
 
 def _check_count(name: str, argument: str, given: object, least: int) -> int | None:

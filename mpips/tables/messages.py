@@ -36,6 +36,8 @@ class TableOptions(NamedTuple):
     admit: Any
     evict: Any
     limit: Any
+    evict_by: Any = None
+    evict_after: Any = None
     rounding: Any = "nearest"
 
 
@@ -54,13 +56,17 @@ class MakeTable(msgspec.Struct, tag=True):
     numbers: bytes
     # Drop a row when the last `evict` updates have not named it. 0: never.
     evict: int = 0
-    # If all servers together have more rows than this, drop the rows that no update has named for the longest time.
-    # 0: no limit.
+    # If all servers together have more rows than this, drop some, in the order `evict_by`. 0: no limit.
     limit: int = 0
     # If above 0, an id gets a row with the `seen`-th update that names it. The table of counts must already exist.
     seen: int = 0
     # the probability with which an update that names an id gives the id a row
     chance: float = 1.0
+    # the rows that `limit` drops first: "age" (their last update is the oldest), "count" (the fewest updates have named
+    # them) or "score" (the program has given them the smallest scores)
+    evict_by: str = "age"
+    # Drop a row this many microseconds after its last update. 0: never.
+    evict_after: int = 0
     # the rule of first values (`initial.Init`): its name, and the mean; the spread is `bound`
     init: str = "uniform"
     mean: float = 0.0
@@ -80,16 +86,32 @@ class UpdateTable(msgspec.Struct, tag=True):
     numbers: bytes
 
 
-class PushRows(msgspec.Struct, tag=True):
+class PushRows(msgspec.Struct, tag=True, omit_defaults=True):
     """A worker's contribution to the next round of a table: gradients of `count` different ids, then the ids.
 
-    Answered with RoomGranted once the worker's previous push has been applied. Then the worker may overwrite the arrays
-    of the previous push.
+    If the table evicts by score, a score (float64) for each id follows. Answered with RoomGranted once the worker's
+    previous push has been applied. Then the worker may overwrite the arrays of the previous push.
     """
 
     table: str
     count: int
     refusals: int = 0
+    # True if the rows become these values, instead of being updated with these gradients
+    sets: bool = False
+    # the worker's wall clock in microseconds since 1970; 0 if the table has no use for it
+    time: int = 0
+
+
+class RemoveRows(msgspec.Struct, tag=True):
+    """A worker's contribution to a round that removes the rows of these ids (int64, as bytes).
+
+    Answered like PushRows.
+    """
+
+    table: str
+    ids: bytes
+    refusals: int = 0
+    time: int = 0
 
 
 class AskForRoom(msgspec.Struct, tag=True):
@@ -156,6 +178,18 @@ class PullTables(msgspec.Struct, tag=True):
     pulls: list[PullRows]
 
 
+class HasRows(msgspec.Struct, tag=True):
+    """Ask which of these ids (int64, as bytes) have a row, after the first `round` pushes of the worker.
+
+    Answered with Bytes, one for each id: 1 if it has a row.
+    """
+
+    table: str
+    round: int
+    ids: bytes
+    refusals: int = 0
+
+
 class LocateTable(msgspec.Struct, tag=True):
     """Ask for the memory in which a worker on this node can read rows of a table. Answered with TablePlaces."""
 
@@ -196,6 +230,8 @@ class FrozenTable(msgspec.Struct, array_like=True):
     top: int
     # number of updates of the table
     updates: int
+    # time of the last update (see `RowsRound`)
+    time: int = 0
 
 
 class FrozenTables(msgspec.Struct, tag=True):
@@ -231,10 +267,11 @@ class ThawTables(msgspec.Struct, tag=True):
 
 
 class ResetTable(msgspec.Struct, tag=True):
-    """Drop all rows of a table, and set its number of updates. A load begins with this request."""
+    """Drop all rows of a table, and set the number and the time of its updates. A load begins with this request."""
 
     table: str
     updates: int
+    time: int = 0
 
 
 class EndLoad(msgspec.Struct, tag=True):
@@ -269,12 +306,17 @@ class TableStats(msgspec.Struct, tag=True):
     nbytes: int
     # number of updates
     updates: int
-    # number of rows dropped
+    # number of rows dropped by `evict`, `evict_after` and `limit`
     evicted: int
     # number of gradients dropped because their id got no row
     refused: int
     # numbers of updates that the next export or increment may pass as `since`
     exports: list[int]
+    # the part of `evicted` that `evict_after` has dropped, and the part that `limit` has dropped
+    expired: int = 0
+    excess: int = 0
+    # number of rows that the program has removed
+    removed: int = 0
 
 
 class RoomGranted(msgspec.Struct, tag=True):
@@ -306,7 +348,9 @@ TableRequest = (
     MakeTable
     | UpdateTable
     | PushRows
+    | RemoveRows
     | PullRows
+    | HasRows
     | PullTables
     | GetTableStats
     | FreezeTables
@@ -331,6 +375,11 @@ decode_answer = msgspec.msgpack.Decoder(TableAnswer).decode
 def ids_in(payload: NDArray[np.uint8], count: int, row_bytes: int) -> NDArray[np.int64]:
     """Return the `count` ids in a payload. They come after `count` rows of `row_bytes` bytes."""
     return payload[ids_at(count, row_bytes) :][: 8 * count].view(np.int64)
+
+
+def scores_in(payload: NDArray[np.uint8], count: int, row_bytes: int) -> NDArray[np.float64]:
+    """Return the `count` scores in a payload. They come after the ids."""
+    return payload[ids_at(count, row_bytes) + 8 * count :][: 8 * count].view(np.float64)
 
 
 def ids_at(count: int, row_bytes: int) -> int:

@@ -59,7 +59,7 @@ class RoundEnd(msgspec.Struct, array_like=True):
     """
 
     round: int
-    counts: tuple[int, int, int]
+    counts: tuple[int, ...]
     done: list[int]
     torn: bool
 

@@ -1,13 +1,14 @@
-"""Assign positions to the rows of ids, find them, and choose old rows to drop (`evict`, `limit`).
+"""Assign positions to the rows of ids, find them, and choose rows to drop (`evict`, `evict_after`, `limit`).
 
-Rows never move. When a row is dropped, a new row gets its position. Which rows are dropped depends only on the ids of
-each update:
+Rows never move. When a row is dropped, a new row gets its position. Which rows are dropped depends only on the ids, the
+times and the scores of each update:
 
 - with `evict`, rows that no update has named for `evict` updates;
+- with `evict_after`, rows whose last update is at least as long ago as that;
 - with `limit`, if there are more rows than that, the rows whose last update is the oldest. Among rows with equal last
-  updates those with smaller ids are dropped first.
+  updates those with smaller ids are dropped first. With `evict_by`, the rows with the smallest scores (see `eviction`).
 
-To find these rows without a scan, `Order` keeps a list of the positions that each update has named, oldest update
+To find old rows without a scan, `Order` keeps a list of the positions that each update has named, oldest update
 first. If a later update names a row again, the row is also in a later list, and its earlier entry is invalid. So the
 work of a call is proportional to the number of rows that it names and drops, plus a little to remove invalid entries.
 """
@@ -22,9 +23,11 @@ from numpy.typing import NDArray
 from mpips.collectives.fabric.arena import SparseFile
 from mpips.collectives.machine import free_memory
 from mpips.store.keys.row_sums import Ids
+from mpips.tables.eviction import ByScore
 from mpips.tables.index import Hashes, Index, Positions
 
 Touched = NDArray[np.int32]
+NONE: Positions = np.zeros(0, np.int64)
 # the value of `touched` at a position without a row; updates are numbered from 1
 FREE = 0
 # While the lists have too many invalid entries, each update checks at least this many entries.
@@ -54,7 +57,9 @@ class Places:
         row_bytes: Memory of a row without the index.
         file: The file in which the index allocates slots.
         words: Words that show processes which read rows in place where the index is.
-        evict, limit: The rules for dropping rows. 0 means that a rule drops no rows.
+        evict, limit, after: The rules for dropping rows. 0 means that a rule drops no rows. `after` is `evict_after`.
+        times: The time of the last update of the row at each position. None unless `after`.
+        scores: The score of the row at each position. None if `limit` drops the oldest rows.
     """
 
     def __init__(
@@ -66,11 +71,16 @@ class Places:
         words: Hashes,
         evict: int = 0,
         limit: int = 0,
+        after: int = 0,
+        times: NDArray[np.int64] | None = None,
+        scores: NDArray[np.float64] | None = None,
     ) -> None:
         self._ids = ids
         self._touched = touched
+        self._times = times
         self._evict = evict
         self._limit = limit
+        self._after = after
         self._file = file
         self._words = words
         self._row_bytes = row_bytes + INDEX_BYTES
@@ -84,12 +94,13 @@ class Places:
         self._free = np.zeros(0, np.uint32)
         self._free_count = 0
         self._index = Index(ids, file, words)
-        self._order = Order(ids, touched) if evict or limit else None
+        self._scored = ByScore(ids, touched, scores) if limit and scores is not None else None
+        self._order = Order(ids, touched) if evict or after or (limit and scores is None) else None
 
     @property
     def nbytes(self) -> int:
-        """The memory of the index, the order and the list of free positions."""
-        order = self._order.nbytes if self._order else 0
+        """The memory of the index, the orders and the list of free positions."""
+        order = sum(each.nbytes for each in (self._order, self._scored) if each is not None)
         return self._index.nbytes + self._free.nbytes + order
 
     def find(self, ids: Ids) -> Positions:
@@ -142,19 +153,33 @@ class Places:
         self._touched[positions] = update
         if self._order is not None:
             self._order.append(positions, update, self.count)
+        if self._scored is not None:
+            self._scored.note(positions, self.count)
 
-    def due(self, update: int) -> Positions:
-        """Return the positions of rows to drop after the update `update`, which `touch` has noted.
+    def unused(self, update: int) -> Positions:
+        """Return the positions of rows that `evict` drops after the update `update`, which `touch` has noted.
 
-        These rows leave the order, so the caller must call `remove` next.
+        These rows leave the order, so the caller must call `remove` next. The same holds for `expired` and `excess`.
         """
-        if self._order is None:
-            return np.zeros(0, np.int64)
-        due = self._order.older_than(update - self._evict + 1) if self._evict else []
-        excess = self.count - sum(map(len, due)) - self._limit if self._limit else 0
-        if excess > 0:
-            due += self._order.first(excess)
-        return np.concatenate(due) if due else np.zeros(0, np.int64)
+        if self._order is None or not self._evict:
+            return NONE
+        return np.concatenate([NONE, *self._order.older_than(update - self._evict + 1)])
+
+    def expired(self, now: int) -> Positions:
+        """Return the positions of rows that `evict_after` drops at the time `now`."""
+        if self._order is None or self._times is None:
+            return NONE
+        return np.concatenate([NONE, *self._order.before(now - self._after, self._times)])
+
+    def excess(self) -> Positions:
+        """Return the positions of rows that `limit` drops."""
+        excess = self.count - self._limit if self._limit else 0
+        if excess <= 0:
+            return NONE
+        if self._scored is not None:
+            return self._scored.first(excess, self.top)
+        assert self._order is not None
+        return np.concatenate(self._order.first(excess))
 
     def remove(self, positions: Positions) -> None:
         if not len(positions):
@@ -181,6 +206,8 @@ class Places:
         """Rebuild the order after a load or a recovery, which writes rows with the numbers of their last updates."""
         if self._order is not None:
             self._order.rebuild(self.top)
+        if self._scored is not None:
+            self._scored.forget()
 
     def lying(self, start: int, stop: int, since: int = FREE) -> Positions:
         """Return the positions in [start, stop) whose rows an update after `since` has named."""
@@ -225,6 +252,22 @@ class Order:
         found = []
         while self._named and (first := next(iter(self._named))) < update:
             found.append(self._counting(first).astype(np.int64))
+            self._put(first, np.zeros(0, np.uint32))
+        return found
+
+    def before(self, time: int, times: NDArray[np.int64]) -> list[Positions]:
+        """Remove the rows whose last update was not after `time` from the order, and return their positions.
+
+        `times` is the time of the last update of the row at each position.
+        """
+        found = []
+        while self._named:
+            counting = self._counting(first := next(iter(self._named)))
+            # All rows of one update have one time, except in a table that has rows of several servers of an
+            # asynchronous store, which number their updates differently. There no row is dropped too early.
+            if len(counting) and times[counting].max() > time:
+                break
+            found.append(counting.astype(np.int64))
             self._put(first, np.zeros(0, np.uint32))
         return found
 

@@ -89,9 +89,10 @@ class TablePlan(NamedTuple):
         pushes: The number of pushes of each worker that the table contains.
         rounds: Rank of a server in the last generation -> the round of its rows. The rounds differ only in an
             asynchronous store.
-        counts: Numbers of dropped rows and of refused gradients, summed over all servers. Only the first server of the
-            next generation gets them.
+        counts: Numbers of dropped rows and of refused gradients, in the order of `RowsRound`, summed over all servers.
+            Only the first server of the next generation gets them.
         sources: Rank of a server -> the memories from which it takes its rows. None if the server keeps its own rows.
+        time: Time of the last update.
     """
 
     card: MakeTable
@@ -100,8 +101,9 @@ class TablePlan(NamedTuple):
     torn: bool
     pushes: list[int]
     rounds: Mapping[int, int]
-    counts: tuple[int, int]
+    counts: tuple[int, ...]
     sources: Mapping[int, list[RowSource] | None] = {}
+    time: int = 0
 
 
 # rank of a server in the last generation -> the copy of its rows of one table that the recovery uses
@@ -247,8 +249,9 @@ def plan_table(layout: Layout, card: MakeTable, owners: Owners, round_: int | No
         places = range(layout.num_workers) if layout.before is None else layout.before.places
         pushes = [most[place] if 0 <= place < len(most) else slowest for place in places]
     rounds = {owner: min(chosen, copy.rounds[0].round) for owner, copy in owners.items()}
-    counts = sum(available.dropped for available in restored), sum(available.refused for available in restored)
-    return TablePlan(card, chosen, updates, torn, pushes, rounds, counts)
+    counts = tuple(sum(numbers) for numbers in zip(*(available[2:-1] for available in restored)))
+    time = max(available.time for available in restored)
+    return TablePlan(card, chosen, updates, torn, pushes, rounds, counts, time=time)
 
 
 def sources_of(

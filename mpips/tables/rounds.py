@@ -3,6 +3,8 @@
 In a synchronous store every worker contributes to every round on every server, if necessary with no ids. As soon as the
 last worker has pushed, the server applies the round: it sums the gradients of a row in the order of the workers.
 
+A call of `set` or `remove` is a push, too: a round in which all workers call `set` sets rows instead of updating them.
+
 In an asynchronous store every push is an update of its own. If a worker is more than `staleness` pushes ahead of the
 slowest one, its pushes and pulls wait. Workers that wait for all others in a barrier do not count as slow.
 
@@ -32,16 +34,18 @@ from mpips.collectives.errors import CollectiveError, MismatchError
 from mpips.collectives.fabric.arena import SparseFile
 from mpips.collectives.recorder import own as recorder
 from mpips.collectives.recorder.ring import RecordRing, form
-from mpips.store.keys.row_sums import Ids, summed
+from mpips.store.keys.row_sums import Ids, last_places, summed
 from mpips.store.server.late import BEFORE_LEAVING, Wait
 from mpips.store.server.service import Answers, Asker, Payload
 from mpips.store.transport import frames
 from mpips.tables import admission, halves, messages, row_optimizers
+from mpips.tables.eviction import SCORE
 from mpips.tables.journal import HERE, REFUSALS, TORN, RowsRound
 from mpips.tables.mirror import RowMirror
 from mpips.tables.rows import Array, TableRows, arrays_of
 
 NOTHING, NO_IDS = np.zeros(0, np.uint8), np.zeros(0, np.int64)
+NO_ROWS: Array = np.zeros((0, 0), np.float32)
 
 
 class TablePush(NamedTuple):
@@ -53,9 +57,15 @@ class TablePush(NamedTuple):
     gradients: Array
     # number of new rows for which the server has promised memory to this push
     rows: int
+    # what happens to the rows: "push" updates them with the gradients, "set" sets them to these values, "remove"
+    call: str = "push"
+    # a score for each id, if the table evicts by score
+    scores: Array | None = None
+    # the worker's wall clock
+    time: int = 0
 
 
-Read = messages.PullRows | messages.GetTableStats | messages.AskForRoom
+Read = messages.PullRows | messages.HasRows | messages.GetTableStats | messages.AskForRoom
 
 
 class TableRead(NamedTuple):
@@ -123,6 +133,8 @@ class ServerTable:
         self._survives = survives
         # number of gradients dropped because their id got no row
         self.refused = 0
+        # time of the last update (see `RowsRound`)
+        self.time = 0
         # for each worker the number of its applied pushes
         self._done = [0] * workers
         # `_done` at the last barrier of all workers
@@ -187,21 +199,30 @@ class ServerTable:
         """The table's figures, in the order in which a rank's page shows them to other processes."""
         rows, counts = self.rows, self.seen_counts
         nbytes = rows.nbytes + (counts.rows.nbytes if counts else 0)
-        return rows.count, nbytes, self.updates, rows.evicted, self.refused, counts.rows.count if counts else 0
+        counted = counts.rows.count if counts else 0
+        return rows.count, nbytes, self.updates, rows.evicted, self.refused, counted, rows.removed
+
+    @property
+    def _counts(self) -> tuple[int, ...]:
+        """The counts of a `RowsRound`, in its order."""
+        rows = self.rows
+        drops = rows.evicted, self.refused, rows.expired_rows, rows.excess_rows, rows.removed
+        return self.updates, *drops, self.time
 
     @property
     def queued(self) -> int:
         """The number of pushes and reads that wait."""
         return len(self._reads) + sum(map(len, self.queues))
 
-    def reset(self, updates: int) -> None:
-        """Drop all rows for a load, and set the number of updates. The table is torn until `end_load`."""
+    def reset(self, updates: int, time: int) -> None:
+        """Drop all rows for a load, and set the number and the time of updates. The table is torn until `end_load`."""
         self.journal.words[HERE] = 0
+        self.updates, self.time = updates, time
+        at = RowsRound(self.journal.available_rounds()[0].round, *self._counts)
         self._before_load, self.rows = self.rows, self._new_rows()
         self._rooms = [NO_ROOM] * len(self._rooms)
-        round_ = self.journal.available_rounds()[0].round
-        self.rows.begin(RowsRound(round_, updates, self._before_load.evicted, self.refused), self._done, True)
-        self.updates, self.journal = updates, self.rows.journal
+        self.rows.begin(at, self._done, True)
+        self.journal = self.rows.journal
 
     def end_load(self) -> None:
         self._before_load = None
@@ -223,6 +244,7 @@ class ServerTable:
         self._done = list(done)
         self.updates = at.updates
         self.refused = at.refused
+        self.time = at.time
         self.rows.begin(at, done, torn)
         self.set_numbers(self.card.numbers)
         self.journal = self.rows.journal
@@ -256,14 +278,29 @@ class ServerTable:
         dtype, dim = np.dtype(self.card.dtype), self.card.dim
         return payload[at:][: count * dim * dtype.itemsize].view(dtype).reshape(count, dim)
 
-    def push(self, worker: int, asker: Asker, request: messages.PushRows, payload: Payload, gone: set[int]) -> Answers:
+    def push(
+        self,
+        worker: int,
+        asker: Asker,
+        request: messages.PushRows | messages.RemoveRows,
+        payload: Payload,
+        gone: set[int],
+    ) -> Answers:
         """Accept a push. Return the answers that are due now. `gone` are workers that push nothing any more."""
         if request.refusals < self.refusals:
             return [(asker, self._refusal)]
-        rows = min(request.count, self._rooms[worker].rows)
-        self._rooms[worker], self._largest = NO_ROOM, max(self._largest, request.count)
         queue = self.queues[worker]
-        queue.append(TablePush(asker, *self.parts(payload, request.count), rows))
+        if isinstance(request, messages.RemoveRows):
+            ids = np.frombuffer(request.ids, np.int64)
+            queue.append(TablePush(asker, ids, NO_ROWS, 0, "remove", time=request.time))
+        else:
+            count, row_bytes = request.count, np.dtype(self.card.dtype).itemsize * self.card.dim
+            rows = min(count, self._rooms[worker].rows)
+            scores = messages.scores_in(payload, count, row_bytes) if self.card.evict_by == SCORE else None
+            call = "set" if request.sets else "push"
+            queue.append(TablePush(asker, *self.parts(payload, count), rows, call, scores, request.time))
+            self._largest = max(self._largest, count)
+        self._rooms[worker] = NO_ROOM
         self._arrivals.append(worker)
         there: Answers = [self._answer_push(worker)] if len(queue) == 1 else []
         return [*there, *self.go_on(gone)]
@@ -352,7 +389,7 @@ class ServerTable:
     def _may_read(self, read: TableRead, gone: Collection[int]) -> bool:
         round_ = read.request.round
         match read.request:
-            case messages.PullRows():
+            case messages.PullRows() | messages.HasRows():
                 waits = self._too_far(read.worker, round_, gone)
             # Grant room only when all workers know of the last refusal. Otherwise a second refusal could follow at
             # once, and workers would know of different numbers of refusals.
@@ -382,33 +419,77 @@ class ServerTable:
 
     def _apply(self, workers: Sequence[int], pushes: Sequence[TablePush]) -> None:
         """Apply one push of each of these workers, all together as one round of the journal."""
+        self._check_calls(workers, pushes)
         begun = self._begin_record(self._done[workers[0]] + 1, pushes) if recorder.is_traced else None
-        sum_up = halves.summed if halves.is_half(pushes[0].gradients.dtype) else summed
-        ids, gradients = sum_up([(push.ids, push.gradients) for push in pushes])
         self.opened, self.warned = None, False
         self.updates += 1
+        # The clock of the first worker counts for all servers. If that clock is set back, the time stands still.
+        self.time = max(self.time, pushes[0].time)
         # The table of counts and this table complete the round one after the other. If this server dies in between, a
         # recovery chooses a round that both tables have.
         tables = [self] if self.seen_counts is None else [self.seen_counts, self]
         for table in tables:
-            table.updates = self.updates
+            table.updates, table.time = self.updates, self.time
             table.journal.open()
+            table.rows.begin_update(self.updates, self.time)
         try:
-            if self.seen_counts is not None or self.card.chance < 1:
-                admitted = self._admitted(ids)
-                self.refused += len(ids) - len(admitted)
-                ids, gradients = ids[admitted], gradients[admitted]
-            self.rows.update(ids, gradients, self.updates)
+            if pushes[0].call == "push":
+                self._update(pushes)
+            else:
+                self._set_or_remove(pushes)
+            self.rows.drop_due_rows()
         except Exception as error:
             raise CollectiveError(f"table {self.card.table!r}: update {self.updates} failed: {error}") from error
         for worker in workers:
             self._done[worker] += 1
         for table in tables:
-            table.journal.close((self.updates, table.rows.evicted, table.refused), self._done)
+            table.journal.close(table._counts, self._done)
             if self._mirror is not None:
                 self._mirror.round_over(table.card.table, table.journal)
         if begun is not None:
             begun[0].end(begun[1])
+
+    def _check_calls(self, workers: Sequence[int], pushes: Sequence[TablePush]) -> None:
+        """Raise MismatchError if the pushes of a round are different calls."""
+        for worker, push in zip(workers, pushes):
+            if push.call != pushes[0].call:
+                raise MismatchError(
+                    f"table {self.card.table!r}: round {self._done[worker] + 1} is a {pushes[0].call} on rank "
+                    f"{workers[0]} and a {push.call} on rank {worker}: make the same call on all workers, if need be "
+                    "without ids"
+                )
+
+    def _update(self, pushes: Sequence[TablePush]) -> None:
+        sum_up = halves.summed if halves.is_half(pushes[0].gradients.dtype) else summed
+        ids, gradients = sum_up([(push.ids, push.gradients) for push in pushes])
+        scores = self._scores_of(ids, pushes)
+        if self.seen_counts is not None or self.card.chance < 1:
+            admitted = self._admitted(ids)
+            self.refused += len(ids) - len(admitted)
+            ids, gradients = ids[admitted], gradients[admitted]
+            scores = None if scores is None else scores[admitted]
+        self.rows.change_rows(ids, gradients, scores)
+
+    def _set_or_remove(self, pushes: Sequence[TablePush]) -> None:
+        """Set or remove rows by order of the program. `admit` has no say, so its counts of these ids are dropped."""
+        ids, last = last_places(np.concatenate([push.ids for push in pushes]))
+        if pushes[0].call == "set":
+            values = np.concatenate([push.gradients for push in pushes])
+            self.rows.set_rows(ids, values[last], self._scores_of(ids, pushes))
+        else:
+            self.rows.removed += self.rows.remove(ids)
+        if self.seen_counts is not None:
+            self.seen_counts.rows.remove(ids)
+            self.seen_counts.rows.drop_due_rows()
+
+    def _scores_of(self, ids: Ids, pushes: Sequence[TablePush]) -> Array | None:
+        """Return the last score that the pushes give to each id, in the order of the workers. None without scores."""
+        if self.card.evict_by != SCORE:
+            return None
+        every, last = last_places(np.concatenate([push.ids for push in pushes]))
+        scores = np.concatenate([push.scores for push in pushes if push.scores is not None])
+        latest: Array = scores[last[np.searchsorted(every, ids)]]
+        return latest
 
     def _begin_record(self, round_: int, pushes: Sequence[TablePush]) -> tuple[RecordRing, int]:
         """Begin the timing record of an update. Return the record's ring, and the argument for the ring's `end`."""
@@ -421,7 +502,7 @@ class ServerTable:
         there = self.rows.positions.find(ids) >= 0
         new = np.flatnonzero(~there)
         if self.seen_counts is not None:
-            there[new] = admission.often_named(self.seen_counts.rows, ids[new], self.updates, self.card.seen)
+            there[new] = admission.often_named(self.seen_counts.rows, ids[new], self.card.seen)
         else:
             there[new] = admission.lucky(self.card.key, ids[new], self.updates, self.card.chance)
         return np.flatnonzero(there)
@@ -431,9 +512,11 @@ class ServerTable:
             return self._room_for(read)
         if isinstance(read.request, messages.GetTableStats):
             rows, positions = self.rows, self.rows.positions
-            return messages.TableStats(
-                rows.count, positions.top, rows.nbytes, self.updates, rows.evicted, self.refused, rows.drops.exports
-            )
+            figures = rows.count, positions.top, rows.nbytes, self.updates, rows.evicted, self.refused
+            drops = rows.expired_rows, rows.excess_rows, rows.removed
+            return messages.TableStats(*figures, rows.drops.exports, *drops)
+        if isinstance(read.request, messages.HasRows):
+            return frames.Bytes((self.rows.positions.find(read.ids) >= 0).tobytes())
         try:
             found = self.rows.pull(read.ids, read.out)
             return frames.RequestDone() if read.out is not None else frames.Bytes(found.tobytes())

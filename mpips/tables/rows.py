@@ -29,6 +29,7 @@ from mpips.collectives.kernels.quiet import quiet
 from mpips.optimizers.base import working_dtype
 from mpips.store.keys.row_sums import Ids, update_in_blocks
 from mpips.tables import halves, index, row_optimizers
+from mpips.tables.eviction import AGE, COUNT
 from mpips.tables.index import MOST_ROWS, Positions
 from mpips.tables.initial import FirstValues
 from mpips.tables.journal import HERE, KEPT, ROWS, WORDS, Journal, RowsRound, kept_arrays
@@ -53,8 +54,10 @@ def arrays_of(card: MakeTable) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
     optimizer, wide = row_optimizers.decode(card.optimizer, card.numbers), working_dtype(dtype)
     state = {f"state{number}": (wide, (width,)) for number, width in enumerate(optimizer.widths(dim))}
     counts = {"counts": (np.dtype(np.int32), ())} if optimizer.counts_updates else {}
+    scores = {"scores": (np.dtype(np.float64), ())} if card.evict_by != AGE else {}
+    times = {"times": (np.dtype(np.int64), ())} if card.evict_after else {}
     ages = {"touched": (np.dtype(np.int32), ())}
-    return {"ids": (np.dtype(np.int64), ()), "values": (dtype, (dim,)), **state, **counts, **ages}
+    return {"ids": (np.dtype(np.int64), ()), "values": (dtype, (dim,)), **state, **counts, **scores, **times, **ages}
 
 
 class TableRows:
@@ -97,17 +100,24 @@ class TableRows:
         self._values = self._arrays["values"]
         self._state = [self._arrays[name] for name in arrays if name.startswith("state")]
         self._counts = self._arrays.get("counts")
+        # for `evict_by`, the score of each row; for `evict_after`, the time of its last update
+        self._scores, self._times = self._arrays.get("scores"), self._arrays.get("times")
+        self._counts_uses = card.evict_by == COUNT
         words = self._reserved("index", (index.WORDS,), np.dtype(np.uint64))
         ids, touched = self._arrays["ids"], self._arrays["touched"]
-        self.positions = Places(ids, touched, self.row_bytes, self._file, words, card.evict, limit)
-        # number of rows dropped
-        self.evicted = 0
+        rules = card.evict, limit, card.evict_after, self._times, self._scores
+        self.positions = Places(ids, touched, self.row_bytes, self._file, words, *rules)
+        # number of rows dropped by `evict`, `evict_after` and `limit`, and the parts of the last two
+        self.evicted = self.expired_rows = self.excess_rows = 0
+        # number of rows that the program has removed
+        self.removed = 0
         self.drops = Drops()
         # True if `put_rows` was called (by a load or a recovery) since the last update
         self._put = False
         self._frozen: list[FrozenRows] = []
-        # number of the last update
+        # number and time of the last update
         self._step = 0
+        self._now = 0
 
     @property
     def capacity(self) -> int:
@@ -145,16 +155,26 @@ class TableRows:
         `step` is the number of this update of the table, counted from 1. Schedules and ages of rows use it. If this
         raises MemoryError, nothing has changed.
         """
-        self.change_rows(ids, gradients, step)
+        self.begin_update(step)
+        self.change_rows(ids, gradients)
         self.drop_due_rows()
 
-    def change_rows(self, ids: Ids, gradients: Array, step: int) -> None:
-        """Do the first half of `update`: change rows, without dropping any. Call `drop_due_rows` afterwards."""
+    def begin_update(self, step: int, now: int = 0) -> None:
+        """Begin an update. Any of `change_rows`, `set_rows` and `remove` may follow, and then `drop_due_rows`.
+
+        `now` is the time of the update, in microseconds since 1970. It must not be before that of the last update.
+        """
         if self._put:
             self.positions.rebuild_order()
             self._put = False
-        self._step = step
-        at = self._positions(ids)
+        self._step, self._now = step, now
+
+    def change_rows(self, ids: Ids, gradients: Array, scores: Array | None = None) -> None:
+        """Update rows by the optimizer, as `update` does, without dropping any.
+
+        `scores` are the scores of these ids that the program has given. None unless the table evicts by score.
+        """
+        step, at = self._step, self._positions(ids)
         self._keep_old(at)
         if self.optimizer.clipnorm:
             gradients = row_optimizers.clipped(gradients, self.optimizer.clipnorm)
@@ -166,14 +186,31 @@ class TableRows:
             self._update_halves(self._rounding, at, ids, gradients, counts, step)
         elif not self.optimizer.update_at(at, self._values, gradients, self._state, counts, step):
             self._update_blocks(at, gradients, counts, step)
-        self.positions.touch(at, step)
+        self._note_use(at, scores)
+
+    def set_rows(self, ids: Ids, values: Array, scores: Array | None = None) -> None:
+        """Set the rows of distinct ids to values (k, dim). Rows that do not exist are made. State stays as it is."""
+        at = self._positions(ids)
+        self._keep_old(at)
+        self._values[at] = values
+        self._note_use(at, scores)
+
+    def _note_use(self, at: Positions, scores: Array | None) -> None:
+        """Note that this update names the rows at these positions."""
+        if self._times is not None:
+            self._times[at] = self._now
+        if self._scores is not None:
+            self._scores[at] = self._scores[at] + 1 if self._counts_uses else scores
+        self.positions.touch(at, self._step)
 
     def drop_due_rows(self) -> None:
-        due = self.positions.due(self._step)
-        dropped = self._arrays["ids"][due]
-        self._remove(due)
-        self.evicted += len(due)
-        self.drops.note(dropped, self._step, self.count)
+        """End an update: drop the rows that are due by `evict`, `evict_after` and `limit`."""
+        unused = self._remove(self.positions.unused(self._step))
+        expired = self._remove(self.positions.expired(self._now))
+        excess = self._remove(self.positions.excess())
+        self.evicted += unused + expired + excess
+        self.expired_rows += expired
+        self.excess_rows += excess
 
     @quiet
     def _update_blocks(self, at: Positions, gradients: Array, counts: Array | None, step: int) -> None:
@@ -204,14 +241,20 @@ class TableRows:
             for array, rows in zip(self._state, state):
                 halves.put(array, places, rows)
 
-    def remove(self, ids: Ids) -> None:
-        """Drop the rows of these ids. All rows must exist, and no id may repeat."""
-        self._remove(self.positions.find(ids))
+    def remove(self, ids: Ids) -> int:
+        """Drop the rows of those ids that have one, and return their number. No id may repeat."""
+        found = self.positions.find(ids)
+        return self._remove(found[found >= 0])
 
-    def _remove(self, at: Positions) -> None:
+    def _remove(self, at: Positions) -> int:
+        if not len(at):
+            return 0
+        dropped = self._arrays["ids"][at]
         # Copy only rows that the current update has not changed. The others were copied before the change.
         self._keep_old(at[self._arrays["touched"][at] != self._step])
         self.positions.remove(at)
+        self.drops.note(dropped, self._step, self.count)
+        return len(at)
 
     def freeze(self, since: int = FREE, export: int = -1) -> FrozenRows:
         """Keep the rows that an update after `since` has named as they are now.
@@ -256,7 +299,8 @@ class TableRows:
         The journal of the last generation stays unchanged in the file. So other processes can still read it if this
         server dies before the new generation has begun everywhere.
         """
-        self.evicted = at.dropped
+        self.evicted, self.expired_rows, self.excess_rows = at.dropped, at.expired, at.excess
+        self.removed = at.removed
         self._frozen, self.drops = [], Drops()
         self.journal.words[HERE] = 0
         self.journal = self._new_journal(len(done))
@@ -292,8 +336,9 @@ class TableRows:
             arena.use_huge_pages(array, top * row_bytes, (top + len(ids)) * row_bytes)
         positions, again = self.positions.add(ids)
         # A position that had another row before still has that row's state.
-        for array in self._state if self._counts is None else (*self._state, self._counts):
-            array[again] = 0
+        for kept in (*self._state, self._counts, self._scores):
+            if kept is not None:
+                kept[again] = 0
         self.first_values.write(self._values, positions, ids)
         self.journal.words[ROWS] = self.positions.top
         return positions

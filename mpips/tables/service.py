@@ -219,14 +219,14 @@ class ServerTables:
                 table.journal.words[HERE] = not table.journal.words[TORN]
                 answer = messages.TablePlaces(tuple(self._file.region), dict(table.rows.places), table.rows.capacity)
             case messages.ResetTable():
-                table.reset(request.updates)
+                table.reset(request.updates, request.time)
             case messages.EndLoad():
                 table.end_load()
             case messages.PutRows():
                 if lacks := [name for name in table.array_names if name not in request.arrays]:
                     raise UnknownError(f"rows of table {request.table!r} came without the array {lacks[0]!r}")
                 table.put_rows(request.arrays)
-            case messages.PushRows():
+            case messages.PushRows() | messages.RemoveRows():
                 self._taken[worker] = self._taken.get(worker, 0) + payload.nbytes
                 return table.push(worker, asker, request, payload, self._absent)
             case messages.PullRows():
@@ -234,7 +234,7 @@ class ServerTables:
                 return table.read(TableRead(worker, asker, request, ids, out), self._absent)
             case messages.GetTableStats():
                 return table.read(TableRead(worker, asker, request, NO_IDS, None), self._absent)
-            case messages.AskForRoom():
+            case messages.AskForRoom() | messages.HasRows():
                 ids = np.frombuffer(request.ids, np.int64)
                 return table.read(TableRead(worker, asker, request, ids, None), self._absent)
             case messages.RefuseRound():
@@ -290,7 +290,7 @@ class ServerTables:
         for name, table in [(name, self._tables[name]) for name in request.tables]:
             frozen = table.rows.freeze(request.since, request.export)
             taken[name] = table.rows, frozen
-            told.append(messages.FrozenTable(frozen.count, frozen.top, table.updates))
+            told.append(messages.FrozenTable(frozen.count, frozen.top, table.updates, table.time))
         return messages.FrozenTables(told)
 
     def _make(self, card: messages.MakeTable) -> ServerTable:
@@ -348,8 +348,9 @@ class ServerTables:
         """Begin the generation, with all tables at the rounds of the plan. All rows must have arrived."""
         for planned in plan.tables:
             table = self._tables[planned.card.table]
-            counts = planned.counts if not self._server else (0, 0)
-            table.begin(RowsRound(planned.round, planned.updates, *counts), planned.pushes, planned.torn)
+            counts = planned.counts if not self._server else (0,) * len(planned.counts)
+            at = RowsRound(planned.round, planned.updates, *counts)._replace(time=planned.time)
+            table.begin(at, planned.pushes, planned.torn)
             self._mirror_all(table)
 
     def left(self, worker: int) -> Answers:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mpips.collectives import arrays
 from mpips.collectives.errors import NotCopyable, of_caller
@@ -27,7 +28,8 @@ from mpips.store.worker.route import Route
 from mpips.store.worker.store import WorkerStore
 from mpips.tables import files as table_files
 from mpips.tables import messages, row_optimizers
-from mpips.tables.client import KnownTable, RemoteTables
+from mpips.tables.client import KnownTable, RemoteTables, RowsPush
+from mpips.tables.eviction import SCORE
 
 T = TypeVar("T")
 # The most bytes of rows in one call. The limit is needed because all rows for a server travel in one message.
@@ -60,7 +62,7 @@ class Table(NotCopyable):
     def __repr__(self) -> str:
         return f"<table {self.name!r}, dim={self.dim}, {self.dtype.name}, {self._known.card.optimizer}>"
 
-    def push(self, ids: object, gradients: object) -> None:
+    def push(self, ids: object, gradients: object, scores: object = None) -> None:
         """Contribute gradients to the table's next update. Returns when the arrays may be overwritten.
 
         If an id occurs several times, its gradients are summed in the order in which they occur. The servers then sum
@@ -69,6 +71,8 @@ class Table(NotCopyable):
         Args:
             ids: int64, any shape. In a synchronous store a worker without ids must push an empty array.
             gradients: Array of the table's dtype, of shape ids.shape + (dim,).
+            scores: float64, of the shape of the ids. A table with `evict_by="score"` needs them, no other table takes
+                them. If an id occurs several times, its last score counts, in the order of the workers.
 
         Raises:
             ValueError, TypeError: An argument is bad. Nothing has been sent.
@@ -79,7 +83,84 @@ class Table(NotCopyable):
         Example:
             >>> table.push(np.array([7, -3, 7]), np.ones((3, table.dim), table.dtype))
         """
-        push_together([(self, ids, gradients)])
+        _push_all("push", [self._check_push("push", ids, gradients, scores)])
+
+    def set(self, ids: object, values: object, scores: object = None) -> None:
+        """Set rows to these values. Returns when the arrays may be overwritten.
+
+        In a synchronous store this is a round, as a push is: every worker calls it, if need be without ids, and every
+        later pull of any worker shows the new rows. In an asynchronous store each call is an update of its own. If an
+        id occurs several times, its last values count, in the order of the workers.
+
+        An id without a row gets one, whatever `admit` says. Its optimizer state is that of a new row. An existing row
+        keeps its state.
+
+        Args:
+            ids: int64, any shape.
+            values: Array of the table's dtype, of shape ids.shape + (dim,).
+            scores: As in `push`.
+
+        Raises:
+            ValueError, TypeError, MemoryError: As in `push`.
+            StoreError: In this or a later call, if another worker has called `push` or `remove` for the same round.
+
+        Example:
+            >>> table.set(np.array([7, -3]), np.full((2, table.dim), 0.5, table.dtype))
+            >>> table.pull(np.array([-3]))[0, 0]
+            0.5
+        """
+        _push_all("set", [self._check_push("set", ids, values, scores)])
+
+    def remove(self, ids: object) -> None:
+        """Drop the rows of these ids, with their optimizer state and their counts. Returns before servers have done so.
+
+        In a synchronous store this is a round, as a push is: every worker calls it, if need be without ids, and the
+        rows of the ids of all workers are dropped. In an asynchronous store each call is an update of its own. Every
+        later pull of this worker shows the first values of these ids. Ids without a row are ignored.
+
+        Args:
+            ids: int64, any shape.
+
+        Raises:
+            ValueError, TypeError: An argument is bad. Nothing has been sent.
+            MemoryError: Servers have refused one of this worker's earlier pushes; see `push`.
+            StoreError: In this or a later call, if another worker has called `push` or `set` for the same round.
+
+        Example:
+            >>> table.remove(np.array([7, -3]))
+            >>> table.exists(np.array([7, -3]))
+            array([False, False])
+        """
+        self._check_there("remove")
+        with CALLER_ERRORS:
+            where, _ = self._ids_of("remove", ids)
+        _push_all("remove", [(self, RowsPush(self._known, where, None))])
+
+    def exists(self, ids: object) -> NDArray[np.bool_]:
+        """Return a mask of the ids that have a row, after all earlier pushes of this worker. Local, blocking.
+
+        Args:
+            ids: int64, any shape.
+
+        Returns:
+            A bool array of the shape of the ids.
+
+        Raises:
+            ValueError, TypeError, MemoryError: As in `pull`.
+
+        Example:
+            >>> table.push(np.array([7]), np.ones((1, table.dim), table.dtype))
+            >>> table.exists(np.array([7, 9**9]))
+            array([ True, False])
+        """
+        self._check_there("exists")
+        with CALLER_ERRORS:
+            where, shape = self._ids_of("exists", ids)
+        self._begin(call := f"exists of table {self.name!r}")
+        found = np.zeros(len(where), np.bool_)
+        task = self._tables.exists(self._known, where, found)
+        self._store.run(f"{call} after push {self.pushes}", task, collections=[self.name])
+        return found.reshape(shape)
 
     def pull(self, ids: object, out: object = None) -> Any:
         """Return the rows of these ids, after all earlier pushes of this worker. Blocking.
@@ -103,7 +184,7 @@ class Table(NotCopyable):
         with CALLER_ERRORS:
             where, shape = self._ids_of("pull", ids)
             target, rows = self._target_of("pull", out, shape)
-        _run("pull", "pull", [(self, where, rows)])
+        _pull_all("pull", [(self, where, rows)])
         return target
 
     def ipull(self, ids: object, out: object = None) -> Handle:
@@ -131,11 +212,11 @@ class Table(NotCopyable):
         self._last = handle, self._store.generation.number
         return handle
 
-    def pushpull(self, ids: object, gradients: object, out: object = None) -> Any:
+    def pushpull(self, ids: object, gradients: object, out: object = None, scores: object = None) -> Any:
         """Push gradients of these ids, then return their rows after that push. Blocking.
 
         Args:
-            ids, gradients: As in `push`.
+            ids, gradients, scores: As in `push`.
             out: As in `pull`.
 
         Raises:
@@ -144,16 +225,19 @@ class Table(NotCopyable):
         Example:
             >>> rows = table.pushpull(np.array([7, -3]), np.ones((2, table.dim), table.dtype))
         """
-        where, flat = self._check_push("pushpull", ids, gradients)
+        push = self._check_push("pushpull", ids, gradients, scores)
         with CALLER_ERRORS:
             target, rows = self._target_of("pushpull", out, self._ids_of("pushpull", ids)[1])
-        _push_all("pushpull", [(self, where, flat)])
-        _run("pushpull", "pull", [(self, where, rows)])
+        _push_all("pushpull", [push])
+        _pull_all("pushpull", [(self, push[1].ids, rows)])
         return target
 
     @property
     def pushes(self) -> int:
-        """The number of this worker's pushes, without those that servers have refused or a recovery has undone."""
+        """The number of this worker's pushes, without those that servers have refused or a recovery has undone.
+
+        Calls of `set` and `remove` count as pushes.
+        """
         return self._known.round
 
     @property
@@ -205,7 +289,9 @@ class Table(NotCopyable):
             `rows`: number of rows;
             `bytes`: memory of the rows, with optimizer state, index and counts;
             `updates`: number of updates of the table;
-            `evicted`: number of rows dropped;
+            `evicted`: number of rows dropped by `evict`, `evict_after` and `limit`;
+            `evicted_unused`, `evicted_by_time`, `evicted_by_limit`: the parts of `evicted` that each of these dropped;
+            `removed`: number of rows that `remove` dropped;
             `refused`: number of gradients dropped because `admit` gave their id no row;
             `counted`: number of ids without a row whose updates are being counted.
 
@@ -223,6 +309,10 @@ class Table(NotCopyable):
             "bytes": sum(part.nbytes for part in (*parts, *counts)),
             "updates": max(part.updates for part in parts),
             "evicted": sum(part.evicted for part in parts),
+            "evicted_unused": sum(part.evicted - part.expired - part.excess for part in parts),
+            "evicted_by_time": sum(part.expired for part in parts),
+            "evicted_by_limit": sum(part.excess for part in parts),
+            "removed": sum(part.removed for part in parts),
             "refused": sum(part.refused for part in parts),
             "counted": sum(part.rows for part in counts),
         }
@@ -367,17 +457,37 @@ class Table(NotCopyable):
                 )
             )
 
-    def _check_push(self, what: str, ids: object, gradients: object) -> tuple[Ids, Array]:
-        """Check the arguments of a push. Return the ids with shape (k,), and the gradients with shape (k, dim)."""
+    def _check_push(self, what: str, ids: object, rows: object, scores: object = None) -> tuple[Table, RowsPush]:
+        """Check the arguments of a push. `rows` are gradients, or for the call `set` values."""
         self._check_there(what)
         with CALLER_ERRORS:
             flat_ids, shape = self._ids_of(what, ids)
-            rows = self._array_of(what, "gradients", gradients, shape)
-        flat = rows.reshape(-1, self.dim)
+            array = self._array_of(what, "values" if what == "set" else "gradients", rows, shape)
+            flat_scores = self._scores_of(what, scores, shape)
+        flat = array.reshape(-1, self.dim)
         if self._store.operations.checks_finite:
             with self._store.operations.guard(f"{what} of table {self.name!r}"):
                 self._check_finite(what, flat_ids, flat)
-        return flat_ids, flat
+        return self, RowsPush(self._known, flat_ids, flat, flat_scores, what == "set")
+
+    def _scores_of(self, what: str, scores: object, shape: tuple[int, ...]) -> Array | None:
+        """Check the scores of ids of this shape. Return them with shape (k,), or None if the table needs none."""
+        call = f"{what} of table {self.name!r}"
+        if (scores is not None) != (self._known.card.evict_by == SCORE):
+            if scores is None:
+                raise ValueError(f"{call}: evict_by='score' needs a score for each id: pass scores=")
+            raise ValueError(f"{call}: the table keeps no scores: make it with evict_by='score', or pass no scores")
+        if scores is None:
+            return None
+        array = arrays.host(scores, f"{call}: scores")  # type: ignore[arg-type]
+        if array.dtype != np.float64 or array.shape != shape:
+            raise ValueError(
+                f"{call}: scores have dtype {array.dtype} and shape {array.shape}, and ids of shape {shape} need "
+                f"float64 of shape {shape}: convert them"
+            )
+        if np.isnan(array).any():
+            raise ValueError(f"{call}: scores hold NaN, which has no place in an order: give numbers")
+        return np.ascontiguousarray(array).reshape(-1)
 
     def _ids_of(self, what: str, ids: object) -> tuple[Ids, tuple[int, ...]]:
         """Check ids. Return them as a 1-D array, and their original shape."""
@@ -446,8 +556,8 @@ def push_together(pushes: Sequence[tuple[Table, object, object]]) -> None:
         pushes: (table, ids, gradients) with the arguments of `Table.push`. Each table may occur only once. Tables may
             belong to several stores. The stores are handled one after the other.
     """
-    seen = [(table, *table._check_push("push", ids, gradients)) for table, ids, gradients in pushes]
-    for tables in by_store(table for table, *_ in seen):
+    seen = [table._check_push("push", ids, gradients) for table, ids, gradients in pushes]
+    for tables in by_store(table for table, _ in seen):
         _push_all("push", [push for push in seen if push[0] in tables])
 
 
@@ -491,7 +601,7 @@ def pull_rows(ids: Mapping[Table, object]) -> dict[Table, Any]:
             )
         )
     if pulls:
-        _run("pull_rows", "pull", pulls)
+        _pull_all("pull_rows", pulls)
     return found
 
 
@@ -515,22 +625,29 @@ def by_store(tables: Iterable[Table]) -> list[list[Table]]:
     return list(groups.values())
 
 
-def _push_all(what: str, pushes: Sequence[tuple[Table, Ids, Array]]) -> None:
+def _push_all(what: str, pushes: Sequence[tuple[Table, RowsPush]]) -> None:
     """Push to several tables of one store."""
-    with pushes[0][0]._route.pushing([table.name for table, *_ in pushes]):
-        _run(what, "push", pushes)
+    kind = what if what in ("set", "remove") else "push"
+    first = pushes[0][0]
+    with first._route.pushing([table.name for table, _ in pushes]):
+        task = first._tables.push([push for _, push in pushes])
+        _run(what, kind, [(table, push.ids) for table, push in pushes], task)
 
 
-def _run(what: str, kind: str, calls: Sequence[tuple[Table, Ids, Array]]) -> None:
-    """Push to several tables of one store, or pull from them (`kind`)."""
-    first, names = calls[0][0], [table.name for table, *_ in calls]
+def _pull_all(what: str, pulls: Sequence[tuple[Table, Ids, Array]]) -> None:
+    """Pull from several tables of one store. Each item has the ids, and the array to write their rows into."""
+    task = pulls[0][0]._tables.pull([(table._known, ids, rows) for table, ids, rows in pulls])
+    _run(what, "pull", [(table, ids) for table, ids, _ in pulls], task)
+
+
+def _run(what: str, kind: str, calls: Sequence[tuple[Table, Ids]], task: Task[None]) -> None:
+    """Run a push to several tables of one store, or a pull from them. `kind` names the call in timing records."""
+    first, names = calls[0][0], [table.name for table, _ in calls]
     others = f" and {len(names) - 1} others" if len(names) > 1 else ""
     call = f"{what} of table {names[0]!r}{others}"
-    for table, *_ in calls:
+    for table, _ in calls:
         table._begin(call)
-    begun = [table._record(kind, len(ids)) for table, ids, _ in calls if recorder.is_traced]
-    parts = [(table._known, ids, rows) for table, ids, rows in calls]
-    task = first._tables.push(parts) if kind == "push" else first._tables.pull(parts)
+    begun = [table._record(kind, len(ids)) for table, ids in calls if recorder.is_traced]
     first._store.run(call if others else f"{call} after push {first.pushes}", task, collections=names)
     for ring, sequence, _ in begun:
         ring.end(sequence)

@@ -18,7 +18,7 @@ from mpips.store.remote.setup import Setup
 from mpips.store.roles import Layout
 from mpips.tables import files
 from mpips.tables.client import FrozenOnServers, KnownTable, RemoteTables
-from mpips.tables.files import FilePart, RowsPiece, TableRecord, check_fit, record_of, table_prefix
+from mpips.tables.files import RowsPiece, TableRecord, check_fit, part_of, record_of, table_prefix
 from mpips.tables.initial import FirstValues
 from mpips.tables.plan import TablesPlan
 
@@ -94,7 +94,8 @@ class WorkerTables:
                 parts = {
                     table_prefix(each.name): each for each in records if each.name in (card.table, card.table_of_counts)
                 }
-                yield from files.restore(self.client, [FilePart(parts, reader)])
+                cards = {prefix: self.client.known[each.name].card for prefix, each in parts.items()}
+                yield from files.restore(self.client, [part_of(reader, parts, cards)])
             return b""
 
         yield from self.client.at_rank_0(rows, "load")

@@ -16,13 +16,16 @@ from mpi4py import MPI
 
 from mpips.address import find_address
 from mpips.collectives import log
+from mpips.collectives.communicator import communicator
 from mpips.collectives.errors import of_caller
 from mpips.collectives.fabric.requests import ArrivalBarrier
 from mpips.collectives.fabric.wait import Limits, read_limits
 from mpips.ending.process import before_mpi_ends
-from mpips.store.create import workers_of
+from mpips.store.create import why_deaths_end_job, workers_of
+from mpips.store.options import read as read_options
 from mpips.store.world import MASTER, PORT, RANK, SIZE, launched_as, lost, without_place
 from mpips.torch.process_group import ProcessGroup
+from mpips.torch.reconfigure import Member, make_pairs
 from mpips.torch.samplers import watch_samplers
 from mpips.torch.tensors import ArgumentError
 from mpips.torch.works import communication
@@ -76,13 +79,40 @@ def _create_group(options: Any, group_options: Any = None) -> ProcessGroup:
     """
     check_joined()
     ranks, world = list(options.global_ranks_in_group), workers_of(MPI.COMM_WORLD)
+    # The attribute came with PyTorch 2.14.
+    if getattr(options, "enable_reconfigure", False):
+        return _begin_reconfigurable(options, world)
+    default = dist.group.WORLD
+    if isinstance(default, ProcessGroup) and default.supports_reconfigure:
+        world = default.comm
+        communicator(world).check()
     if not ranks or len(ranks) == world.size:
-        _check_place(options.group_rank, options.group_size)
+        _check_place(options.group_rank, options.group_size, world)
         LOG.info("a process group of all %d ranks begins", world.size)
         return ProcessGroup(world.Dup(), options.timeout)
     LOG.info("a process group of ranks %s begins", ranks)
     members = world.group.Incl(ranks)
     return ProcessGroup(world.Create_group(members, TAG), options.timeout)
+
+
+def _begin_reconfigurable(options: Any, world: MPI.Intracomm) -> ProcessGroup:
+    """Create a process group that has no members until `reconfigure`. The first call is collective over MPI_COMM_WORLD.
+
+    Raises:
+        CollectiveError: A rank has died before the first call.
+        RuntimeError: A death would end the job.
+        ArgumentError: The given rank or size differs from MPI's.
+    """
+    refusal = why_deaths_end_job("enable_reconfigure=True")
+    if not refusal and (servers := read_options().servers):
+        refusal = f"enable_reconfigure=True is not possible in a job with servers={servers}: start it without servers"
+    if refusal:
+        # If rank 0 raised at once, its store would end before the other ranks have connected to it.
+        ArrivalBarrier(world, "init_process_group").wait(read_limits())
+        raise of_caller(RuntimeError(f"init_process_group: {refusal}"))
+    _refuse_place(world.rank, options.group_rank, options.group_size, world.size)
+    make_pairs()
+    return ProcessGroup.without_members(world.rank, world.size, options.timeout, Member())
 
 
 def _rendezvous_by_mpi(
@@ -121,7 +151,8 @@ def _rendezvous_by_mpi(
             ) from error
         return
     ArrivalBarrier(world, "init_process_group").wait(Limits(read_limits().stall_seconds, timeout.total_seconds()))
-    _check_place(*(int(asked.get(name, ["-1"])[0]) for name in ("rank", "world_size")))
+    rank, size = (int(asked.get(name, ["-1"])[0]) for name in ("rank", "world_size"))
+    _check_place(rank, size, world)
     address = find_address("init_process_group", world)
     server = dist.TCPStore(address, 0, world.size, True, timeout, wait_for_workers=False) if world.rank == 0 else None
     port = np.array([0 if server is None else server.port])
@@ -141,17 +172,21 @@ def _has_set_place() -> bool:
     return any(now.get(name) != started.get(name) for name in (RANK, SIZE))
 
 
-def _check_place(rank: int, size: int) -> None:
+def _check_place(rank: int, size: int, world: MPI.Intracomm) -> None:
     """Raise ArgumentError on all ranks if any rank passes a rank or size that differs from MPI's. Collective.
 
     A `rank` or `size` of -1 means that the program gave none.
     """
-    world = workers_of(MPI.COMM_WORLD)
     given = np.empty((world.size, 2), np.int64)
     world.Allgather(np.array([rank, size], np.int64), given)
     for place, (said, asked) in enumerate(given.tolist()):
-        wrong = f"world_size is {asked}, and MPI's is {world.size}" if asked not in (-1, world.size) else ""
-        if not wrong and said not in (-1, place):
-            wrong = f"rank is {said} on MPI's rank {place}"
-        if wrong:
-            raise ArgumentError(f"init_process_group: {wrong}: leave rank and world_size out, MPI knows them")
+        _refuse_place(place, said, asked, world.size)
+
+
+def _refuse_place(place: int, rank: int, size: int, world_size: int) -> None:
+    """Raise ArgumentError if the rank and size that rank `place` has passed differ from MPI's."""
+    wrong = f"world_size is {size}, and MPI's is {world_size}" if size not in (-1, world_size) else ""
+    if not wrong and rank not in (-1, place):
+        wrong = f"rank is {rank} on MPI's rank {place}"
+    if wrong:
+        raise ArgumentError(f"init_process_group: {wrong}: leave rank and world_size out, MPI knows them")

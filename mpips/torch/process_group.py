@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import AllgatherOptions, _allow_inflight_collect
 import mpips.collectives as collectives
 from mpips.collectives.api import begin
 from mpips.collectives.communicator import communicator
+from mpips.collectives.fabric.failure import guard_comm
 from mpips.collectives.recorder import own as recorder
 from mpips.collectives.recorder.own import Marks
 from mpips.collectives.recorder.ring import form
@@ -49,6 +50,9 @@ from mpips.torch.tensors import (
     uncompiled,
 )
 from mpips.torch.works import GroupJob, Messages, Work, communication, listen, wait_for_plan, watch
+
+if TYPE_CHECKING:
+    from mpips.torch.reconfigure import Member
 
 Tensors = Sequence[Tensor]
 Allgather: TypeAlias = "AllgatherOptions | None"
@@ -95,15 +99,32 @@ class ProcessGroup(dist.ProcessGroup):
     # PyTorch's split_group reads this, and then raises an error.
     supports_splitting = False
 
-    def __init__(self, comm: MPI.Intracomm, timeout: timedelta) -> None:
+    def __init__(self, comm: MPI.Intracomm, timeout: timedelta, member: Member | None = None) -> None:
         super().__init__(comm.rank, comm.size)
-        self.comm = comm
-        self._jobs = GroupJobs(comm, timeout.total_seconds())
+        # this process as a member of the groups that `reconfigure` makes, or None
+        self._member = member
+        self._timeout = timeout
         self._name = ""
         self._sequence = 0
-        home = communicator(comm)
+        self._use(GroupJobs(comm, timeout.total_seconds()))
+
+    @classmethod
+    def without_members(cls, rank: int, size: int, timeout: timedelta, member: Member) -> ProcessGroup:
+        """Create a group that has no members, and shows this rank and size, until `reconfigure`. Local."""
+        group = cls(MPI.COMM_SELF.Dup(), timeout, member)
+        group._jobs.end("the process group has no members yet: call torch.distributed._reconfigure first")
+        group._place = rank, size
+        return group
+
+    def _use(self, jobs: GroupJobs) -> None:
+        """Run all operations from now on by `jobs`."""
+        self._jobs = jobs
+        self.comm = jobs.comm
+        # rank and size, as c10d sees them
+        self._place = self.comm.rank, self.comm.size
+        home = communicator(jobs.comm)
         self._roomy = home.nodes > 1 or home.board.memory.roomy
-        gradients.add_group(comm.size)
+        gradients.add_group(jobs.comm.size)
 
     def _start(self, job: GroupJob, opts: Any, result: Any) -> Work:
         """Run a job and return its work. The job's future gives `result`.
@@ -346,6 +367,69 @@ class ProcessGroup(dist.ProcessGroup):
         job.result = list(tensors)
         return Work(communication.run(job, True), status)
 
+    # ---- faults
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        return self._member is not None
+
+    def get_reconfigure_handle(self) -> str:
+        """Return the text by which `reconfigure` finds this process. Local. Each `reconfigure` makes it stale."""
+        return str(self._found_member("get_reconfigure_handle").handle)
+
+    def reconfigure(self, opts: Any) -> Work:
+        """Make this group anew, of the processes whose handles are given. Collective over them, blocking.
+
+        The old group ends first: on all its ranks, operations under way and later ones raise CollectiveError, which
+        names ranks that have died. After an error of this call the group has no members until the next call.
+
+        Args:
+            opts: PyTorch's `ReconfigureOptions`. `uuid`: a number that no earlier call has had. `handles`: the handle
+                of each process; a list gives process k the rank k, and a set is ordered by the ranks of the job.
+                `timeout`: None for the timeout of the group. `hints` are ignored.
+
+        Raises:
+            ArgumentError: The uuid was used, or a handle is wrong or stale, or its process has died. The old group
+                lives on.
+            MismatchError: The processes pass different handles.
+            StallError: A process has not come in time.
+            CollectiveError: A process has died or given up meanwhile.
+        """
+        member = self._found_member("reconfigure")
+        handles, timeout = member.check(opts.uuid, opts.handles), opts.timeout or self._timeout
+        self._jobs.end(f"rank {self.comm.rank} has reconfigured its process group{member.name_deaths(self.comm)}")
+        jobs = member.make(
+            opts.uuid, handles, max(timeout.total_seconds(), LEAST_SECONDS), self._timeout.total_seconds()
+        )
+        self._jobs.leave()
+        self._use(jobs)
+        names = dist.distributed_c10d._world.pg_group_ranks
+        if self in names:
+            names[self] = {rank: rank for rank in range(self.comm.size)}
+        return Work(None, None, self._sequence, [])
+
+    def _found_member(self, what: str) -> Member:
+        if self._member is None:
+            raise ArgumentError(f"{what}: pass enable_reconfigure=True to init_process_group")
+        return self._member
+
+    def abort(self) -> None:
+        """End the group: operations under way and later ones raise CollectiveError on all ranks.
+
+        `reconfigure` makes it usable again.
+        """
+        self._jobs.end(f"rank {self.comm.rank} has aborted the process group")
+
+    def get_error(self) -> Any:
+        """Return SUCCESS, as gloo does: operations raise their errors."""
+        return torch._C._distributed_c10d.ErrorType.SUCCESS
+
+    def getRank(self) -> int:
+        return self._place[0]
+
+    def getSize(self) -> int:
+        return self._place[1]
+
     # ---- the rest of c10d
 
     def getBackendName(self) -> str:
@@ -378,6 +462,8 @@ class ProcessGroup(dist.ProcessGroup):
         """
         return self
 
+    get_backend = _get_backend
+
     def _start_coalescing(self, device: torch.device) -> None:
         """Do nothing: operations run in the order in which they are started anyway."""
 
@@ -409,7 +495,7 @@ class GroupJobs:
         self.comm = comm
         self._home = communicator(comm)
         self._home.set_limits(self._home.limits.stall_seconds, max(timeout_seconds, LEAST_SECONDS))
-        self._comm_of_messages = comm.Dup()
+        self._comm_of_messages = guard_comm(comm.Dup())
         self.messages = Messages(self._comm_of_messages)
         self._barrier_token = torch.zeros(1)
         self._marks = Marks(self._home.board.marks.identity | LANE)
@@ -421,6 +507,18 @@ class GroupJobs:
         self._marks.close()
         self._home.leave()
         self._comm_of_messages.Free()
+        self.comm.Free()
+
+    def end(self, sentence: str) -> None:
+        """End the generation, unless it has ended. All ranks then raise CollectiveError with this sentence."""
+        self._home.fail("reconfigure", collectives.CollectiveError(sentence))
+
+    def leave(self) -> None:
+        """Free what `end` has ended. Blocks until this rank's jobs have failed. Other ranks may do so at any time."""
+        communication.wait_for(self._home)
+        self._marks.close()
+        # This also frees everything that `collectives` has made for the communicator. The communicator of the messages
+        # is never freed: messages that nobody has received may be in flight on it.
         self.comm.Free()
 
     def reduce(
@@ -559,7 +657,7 @@ class GroupJobs:
             with self._home.failing(what):
                 self._home.run(steps, what)
 
-        return GroupJob(run, lambda: watch(steps, self._home, what), self._home if ordered else None, after)
+        return GroupJob(run, lambda: watch(steps, self._home, what), self._home, after, ordered=ordered)
 
     def _recorded(self, steps: Iterator[None], what: str) -> Iterator[None]:
         """Run the steps, and show in the recorder which of MPI's own calls is running.
@@ -633,7 +731,7 @@ def _in_turn(jobs: Sequence[GroupJob]) -> GroupJob:
         for job in jobs:
             yield from job.steps()
 
-    return GroupJob(run, steps, jobs[0].order if jobs else None)
+    return GroupJob(run, steps, jobs[0].home if jobs else None)
 
 
 def _join(parts: Tensors, dtype: torch.dtype) -> Tensor:

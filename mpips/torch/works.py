@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from mpips.collectives.clock import Clock
+from mpips.collectives.errors import of_caller
 from mpips.collectives.fabric.requests import keep_until_complete
 from mpips.collectives.fabric.wait import check_in_time
 from mpips.torch.tensors import as_backend_error, bytes_of
@@ -163,24 +164,27 @@ class GroupJob:
         run: A function that runs the operation to its end, blocking.
         steps: A function that returns an iterator. The iterator also runs the operation, and yields wherever `run`
             would wait.
-        order: The communicator of the operation. Jobs with the same `order` run one after another. None for sends and
-            receives, which do not wait for each other.
+        home: The communicator of the operation, or None.
         after: A function that is called when the operation has ended, or None.
         result: The value of the job's future.
+        ordered: True if jobs with the same `home` run one after another. False for sends and receives, which do not
+            wait for each other.
     """
 
     def __init__(
         self,
         run: Callable[[], object],
         steps: Callable[[], Iterator[None]],
-        order: Communicator | None,
+        home: Communicator | None,
         after: Callable[[], None] | None = None,
         result: Any = None,
+        ordered: bool = True,
     ) -> None:
         self._run = run
         self._steps = steps
         self._after = after
-        self.order = order
+        self.home = home
+        self.order = home if ordered else None
         self.result = result
         self.future: Future[Any] = Future()
 
@@ -292,6 +296,15 @@ class Communication:
         if self._others or me is not main:
             self._others = {thread for thread in (*self._others, me) if thread.is_alive() and thread is not main}
         return not self._others
+
+    def wait_for(self, home: Communicator) -> None:
+        """Wait until no job of a communicator is left. Blocking. The communicator has ended, so its jobs fail soon."""
+        if threading.current_thread() is self._thread:
+            raise of_caller(
+                RuntimeError("reconfigure: call it from a thread of the program, not from a work's callback")
+            )
+        while any(job.home is home for job in (*self._jobs, *(job for job, _ in self._under_way))):
+            time.sleep(NAP_SECONDS)
 
     def close(self) -> None:
         """Stop the communication thread. Blocks for at most 2 seconds, so that a job under way may end or fail."""

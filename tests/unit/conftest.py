@@ -1,10 +1,7 @@
-"""How hypothesis runs: the same examples every time, however slow or busy the machine is; a full disk; and no compiler
-beside a test."""
+"""How hypothesis runs: the same examples every time, however slow or busy the machine is; and a full disk."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,13 +21,3 @@ def full_disk() -> str:
     if not Path("/dev/full").is_char_device():
         pytest.skip("no /dev/full here")
     return "/dev/full"
-
-
-@pytest.fixture(autouse=True)
-def no_compiler() -> Iterator[None]:
-    """Let a thread that compiles come to its end before the next test: Numba records warnings while it compiles, which
-    Python does for all threads at once, so that a test which looks for a warning would not find it."""
-    yield
-    engine = sys.modules.get("mpips.collectives.kernels.engine")
-    if engine is not None and engine.in_use():
-        engine.settle(60.0)

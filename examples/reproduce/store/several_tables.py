@@ -32,8 +32,6 @@ STORES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # number of different batches, used in turn
 BATCHES = 8
-# most seconds to wait for kernels to be compiled
-SETTLE_SECONDS = 60.0
 
 
 def microseconds(comm: MPI.Comm, do: Callable[[], object]) -> float:
@@ -66,7 +64,7 @@ def measure(kv: mpips.KVStore, tables: int, dim: int, ids: int, rounds: int) -> 
             if round_ >= 0:
                 found.setdefault(way, []).append(took)
         if round_ == -1:
-            engine.settle(SETTLE_SECONDS)
+            engine.load_all()
     return {way: statistics.median(samples) for way, samples in found.items()}
 
 

@@ -50,8 +50,6 @@ LEAST_IDS = 1 << 15
 BATCHES = 4
 # number of ids pushed at a time while the rows are made
 MADE_AT_ONCE = 1 << 17
-# most seconds to wait for kernels to be compiled
-SETTLE_SECONDS = 60.0
 # pause between contenders, after which a server sleeps and leaves its core to them
 QUIET_SECONDS = 0.02
 Array = NDArray[Any]
@@ -354,7 +352,7 @@ def measure(
             if round_:
                 found[name].append({word: comm.allreduce(took, MPI.MAX) for word, took in sample.items()})
             else:
-                engine.settle(SETTLE_SECONDS)
+                engine.load_all()
     rate = {
         (name, word): calls * batch * comm.size / statistics.median(sample[word] for sample in samples) / 1e6
         for name, samples in found.items()

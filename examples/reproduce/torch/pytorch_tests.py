@@ -2,8 +2,9 @@
 
     python -m examples.reproduce.torch.pytorch_tests [--ranks 3] [--backend gloo] [--only WORD] [--json FILE]
 
-They need PyTorch's package `expecttest`. All ranks of a job run the same tests in the same order. If a test hangs or
-ends the job, it counts as failed, and the remaining tests run in a new job.
+With `--file test_c10d_fault_tolerance.py`, which is not in the wheel, it runs the tests of that file instead. They need
+PyTorch's package `expecttest`. All ranks of a job run the same tests in the same order. If a test hangs or ends the
+job, it counts as failed, and the remaining tests run in a new job.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ RANKS_PROGRAM = "examples.reproduce.torch.pytorch_tests_ranks"
 @click.option("--backend", default="mpips", type=click.Choice(["mpips", "gloo"]))
 @click.option("--only", default="", help="A part of the names.")
 @click.option("--seconds", default=40, help="Longest a test may take.")
+@click.option("--file", "file", default="", help="PyTorch's test/distributed/test_c10d_fault_tolerance.py (3 ranks).")
 @click.option("--json", "json_path", type=OutFile())
-def command(ranks: int, backend: str, only: str, seconds: int, json_path: Path | None) -> None:
-    """Run PyTorch's DistributedTest, and say which tests pass."""
+def command(ranks: int, backend: str, only: str, seconds: int, file: str, json_path: Path | None) -> None:
+    """Run PyTorch's DistributedTest, or the tests of a file of its repository, and say which tests pass."""
     found: dict[str, tuple[str, str]] = {}
     with tempfile.TemporaryDirectory() as folder:
         lines, last = Path(folder) / "lines", ""
@@ -44,6 +46,8 @@ def command(ranks: int, backend: str, only: str, seconds: int, json_path: Path |
                     "run",
                     "-w",
                     str(ranks),
+                    # process groups that are made anew need an MPI with ULFM
+                    *(["--spares", "0"] if file else []),
                     "-m",
                     RANKS_PROGRAM,
                     backend,
@@ -51,6 +55,7 @@ def command(ranks: int, backend: str, only: str, seconds: int, json_path: Path |
                     str(seconds),
                     last,
                     only,
+                    file,
                 ],
                 env={**os.environ, "TEMP_DIR": folder},
                 stdout=subprocess.DEVNULL,

@@ -1,13 +1,15 @@
 """The program of each rank for `examples.reproduce.torch.pytorch_tests`.
 
-python -m examples.reproduce.torch.pytorch_tests_ranks BACKEND LINES SECONDS AFTER WORD
+python -m examples.reproduce.torch.pytorch_tests_ranks BACKEND LINES SECONDS AFTER WORD FILE
 Rank 0 appends a line to the file LINES when a test begins and when it has ended: [name, outcome, why], as JSON. Tests
-up to the one named AFTER are skipped, and so are tests without WORD in their names.
+up to the one named AFTER are skipped, and so are tests without WORD in their names. If FILE is not "", it is a test
+file of PyTorch in which each test starts its own processes: here the ranks are these processes.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import importlib.util
 import json
 import os
 import sys
@@ -20,7 +22,7 @@ from typing import Any
 from mpi4py import MPI
 
 WORLD = MPI.COMM_WORLD
-BACKEND, LINES, SECONDS, AFTER, WORD = sys.argv[1:]
+BACKEND, LINES, SECONDS, AFTER, WORD, FILE = sys.argv[1:]
 # By BACKEND, PyTorch chooses the tests that it has for gloo.
 os.environ |= {"BACKEND": "gloo", "WORLD_SIZE": str(WORLD.size), "RANK": str(WORLD.rank)}
 for folder in ("barrier", "test_dir", "init_dir"):
@@ -29,7 +31,7 @@ for folder in ("barrier", "test_dir", "init_dir"):
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.testing._internal.distributed.distributed_test as theirs  # noqa: E402
-from torch.testing._internal.common_distributed import TEST_SKIPS  # noqa: E402
+from torch.testing._internal.common_distributed import TEST_SKIPS, MultiProcessTestCase  # noqa: E402
 from torch.testing._internal.common_utils import TestCase, set_rng_seed  # noqa: E402
 
 import mpips.torch  # noqa: E402, F401
@@ -52,14 +54,33 @@ class Case(theirs.DistributedTest._DistTestBase, TestCase):
         return types.MethodType(member, self) if callable(member) else member
 
 
+def load_case(path: str) -> type[TestCase]:
+    """Return the class of a test file whose tests are for gloo, for one rank's part on BACKEND."""
+    spec = importlib.util.spec_from_file_location("their_file", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    cases = [
+        each for each in vars(module).values() if isinstance(each, type) and issubclass(each, MultiProcessTestCase)
+    ]
+    found = next(each for each in cases if getattr(each, "backend_name", "") == "gloo")
+    return type("Case", (found,), {"backend_name": BACKEND, "rank": WORLD.rank})
+
+
+CASE: type[TestCase] = load_case(FILE) if FILE else Case
+
+
 def run_test(name: str) -> tuple[str, str]:
     """Run a test on this rank. Return its outcome ("passed", "skipped", "failed") and the reason."""
-    case = Case(name)
-    theirs.BACKEND = BACKEND if name in NAMED else "gloo"
-    dist.init_process_group(BACKEND)
-    if WORLD.rank == 0:
-        theirs.Barrier.init()
-    theirs.Barrier.barrier_id = 0
+    case: Any = CASE(name)
+    if FILE:
+        case.file_name = f"{os.environ['TEMP_DIR']}/{name}"
+    else:
+        theirs.BACKEND = BACKEND if name in NAMED else "gloo"
+        dist.init_process_group(BACKEND)
+        if WORLD.rank == 0:
+            theirs.Barrier.init()
+        theirs.Barrier.barrier_id = 0
     set_rng_seed(1234)
     WORLD.Barrier()
     try:
@@ -85,7 +106,7 @@ def note(*words: str) -> None:
 def main() -> None:
     """Run the tests, one after another."""
     torch.set_num_threads(1)
-    for name in unittest.TestLoader().getTestCaseNames(Case):
+    for name in unittest.TestLoader().getTestCaseNames(CASE):
         if name <= AFTER or WORD not in name:
             continue
         # If the job ends within this test, this line remains its last.

@@ -151,6 +151,12 @@ def _slots(size: int) -> NDArray[np.int32]:
     return have[:size]
 
 
+def last_places(ids: Ids) -> tuple[Ids, Places]:
+    """Return the distinct ids, ascending, and for each the index of its last occurrence in `ids`."""
+    once, places = np.unique(ids[::-1], return_index=True)
+    return once, len(ids) - 1 - places
+
+
 # ---- sums
 
 

@@ -55,9 +55,9 @@ class ReplicaSettings:
         self.residuals: Residuals | None = None
 
     def optimizer_of(self, key: Key) -> Optimizer | None:
-        """Return the optimizer of a key, and start to prepare the compiled loops of its updates."""
+        """Return the optimizer of a key. Load the compiled loop of its updates, if it pays."""
         optimizer = self.groups.of(key.name)
-        prepare(optimizer, key.dtype)
+        prepare(optimizer, key.dtype, elements=key.size)
         return optimizer
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Name] | None) -> None:

@@ -440,32 +440,29 @@ class WorkerTraffic:
         """Read and handle frames from workers. True if there were any."""
         if not ((self._rings is not None and self._rings.any_written()) or (self.remote and any_waiting(self.remote))):
             return False
-        heard, now = False, 0.0
-        for worker, line in self._callers:
-            if line.waiting():
-                now = now or CLOCK.seconds()
-                heard = True
-                try:
-                    self._read(worker, line, now)
-                # A frame has no answer that could carry the error. So end the generation: all workers see its error.
-                except UnknownError as error:
-                    raise CollectiveError(
-                        f"{error}, and rank {worker} names it: make keys on all workers, and use none that was "
-                        "forgotten"
-                    ) from None
-        return heard
-
-    def _read(self, worker: int, line: Line, now: float) -> None:
-        """Read and handle the frames of one worker. `now`: seconds of `CLOCK`."""
+        heard = False
+        # Only a store with a quorum needs the time of a push.
+        now = CLOCK.seconds() if self._pushes.wholly else 0.0
         known, new, pushed = self._pushes.known, self._pushes.new, self._state.pushed
-        for data in line.read():
-            if data[0] == PUSH:
-                unit, index, source, priority = known.get(data[:ROUND_AT]) or new(worker, line, data)
-                if type(source) is FillingOutbox:
-                    source.begin(ROUND.unpack_from(data, ROUND_AT)[0])
-                pushed(unit, index, source, priority, now)
-            else:
-                self._handle(worker, line, Frame.of(data))
+        try:
+            for worker, line in self._callers:
+                if not line.waiting():
+                    continue
+                heard = True
+                for data in line.read():
+                    if data[0] == PUSH:
+                        unit, index, source, priority = known.get(data[:ROUND_AT]) or new(worker, line, data)
+                        if type(source) is FillingOutbox:
+                            source.begin(ROUND.unpack_from(data, ROUND_AT)[0])
+                        pushed(unit, index, source, priority, now)
+                    else:
+                        self._handle(worker, line, Frame.of(data))
+        # A frame has no answer that could carry the error. So end the generation: all workers see its error.
+        except UnknownError as error:
+            raise CollectiveError(
+                f"{error}, and rank {worker} names it: make keys on all workers, and use none that was forgotten"
+            ) from None
+        return heard
 
     def _handle(self, worker: int, line: Line, frame: Frame) -> None:
         """Handle a frame that is not a push."""

@@ -69,7 +69,7 @@ class Pushes:
     def __init__(self, state: ServerState, receiver: Receiver, wholly: bool = False) -> None:
         self._state = state
         self._receiver = receiver
-        self._wholly = wholly
+        self.wholly = wholly
         # region of a payload -> its bytes
         self._views: dict[tuple[int, ...], Array] = {}
         self._most = VIEWS
@@ -98,7 +98,7 @@ class Pushes:
 
     def _source(self, worker: int, line: Line, frame: Frame, unit: Unit) -> Contribution:
         if isinstance(line, MessageLine):
-            if self._wholly:
+            if self.wholly:
                 read = None if frame.coding == Coding.PLAIN else self._reader(frame, unit)
                 return WholeMessage(self._receiver, line, worker, unit, frame, read)
             if frame.coding == Coding.PLAIN:

@@ -117,7 +117,11 @@ class ServerState(ABC):
 
     @abstractmethod
     def pushed(self, unit: Unit, index: int, source: Contribution, priority: int, clock: float) -> None:
-        """Take a push of the contributor at `index`. MismatchError if the round of this push can never end."""
+        """Take a push of the contributor at `index`. MismatchError if the round of this push can never end.
+
+        `clock` counts only in a store with a quorum. Elsewhere the next `tick` sets when a round began to wait, because
+        reading the clock at every push takes time.
+        """
 
     def pulled(self, number: int, worker: int, round_: int, rows: NDArray[Any] | None = None) -> Replies:
         """Let a worker read a unit, or some rows of it, once the unit contains `round_` pushes of this worker."""
@@ -321,9 +325,9 @@ class ServerState(ABC):
         self._prepare(unit)
 
     def _prepare(self, unit: Unit) -> None:
-        """Request the compiled loops that will sum and update a unit, so that they are ready when they are needed."""
+        """Load the compiled loops that will sum and update a unit, if they pay. Blocking then."""
         if self.compressor is not None:
-            self.compressor.prepare(unit.stored.dtype)
+            self.compressor.prepare(unit.stored.dtype, unit.stored.size)
         nbytes, size, dtype = unit.stored.nbytes, unit.stored.size, unit.stored.dtype.name
         what = "sum" if unit.optimizer is None else "update"
         unit.form = form(self.lane, what, repr(unit.key), nbytes, size, dtype, unit.start)
@@ -338,7 +342,7 @@ class ServerState(ABC):
         if unit.optimizer is None:
             sums.prepare(np.add, unit.stored.dtype, parts, unit.stored.nbytes)
         else:
-            prepare(unit.optimizer, unit.stored.dtype, parts)
+            prepare(unit.optimizer, unit.stored.dtype, parts, unit.stored.size)
 
     def changed(self, unit: Unit) -> None:
         """Send a unit to its mirror after a change that was not a push."""
@@ -421,7 +425,7 @@ class SynchronousState(ServerState):
         queue = unit.queues[index]
         if not queue:
             if unit.missing == len(unit.queues):
-                unit.opened, unit.warned = clock, False
+                unit.opened, unit.warned = None, False
                 self.open[unit.number] = unit
             unit.missing -= 1
         queue.append(source)

@@ -303,7 +303,7 @@ class Route:
                 left = fast.pull(out)  # type: ignore[union-attr]
             else:
                 target = value if out is None else out
-                if out is not None and self._one(key, out, 0, writes=True) is not record:
+                if out is not None and not _is_plain(out, record, True):
                     return False
                 left = fast.pushpull(value, target, priority)  # type: ignore[union-attr]
         except BaseException as error:
@@ -418,15 +418,14 @@ class Route:
         Args:
             writes: True if the call writes into the array.
         """
-        if type(array) is not ndarray or type(key) not in (str, int) or self._under_way:
+        if type(key) not in (str, int) or self._under_way:
             return None
         record = self._known.get(key)
-        if record is None or record.fast is None or array.shape != record.shape or array.dtype != record.dtype:
+        if record is None or record.fast is None or not _is_plain(array, record, writes):
             return None
         if type(priority) is not int or (priority and priority.bit_length() > PRIORITY_BITS):
             return None
-        flags = array.flags
-        return record if (flags.carray if writes else flags.c_contiguous) else None
+        return record
 
     def _all(self, keys: Sequence[Any], arrays: Any, priority: int) -> list[Key] | None:
         """Return the keys' records if a call with one plain array for each key can take fast paths, else None."""
@@ -443,3 +442,11 @@ class Route:
                 return None
             records.append(record)
         return records if len(set(keys)) == len(keys) else None
+
+
+def _is_plain(array: Any, record: Key, writes: bool) -> bool:
+    """True if an array is one of NumPy's that holds a value of the key. With `writes`: and can be written to."""
+    if type(array) is not ndarray or array.shape != record.shape or array.dtype != record.dtype:
+        return False
+    flags = array.flags
+    return flags.carray if writes else flags.c_contiguous

@@ -147,7 +147,7 @@ class WorkerStore:
         for key in keys:
             self.keys[key.name] = key
             if self.compressor is not None:
-                self.compressor.prepare(key.dtype)
+                self.compressor.prepare(key.dtype, key.size)
 
     def drop(self, keys: Sequence[Key], what: str) -> None:
         """Remove keys. All workers have agreed to remove them before. Collective."""
@@ -205,7 +205,7 @@ class WorkerStore:
             return
         self.agree_settled(what, [("compression_params", repr(chosen))], refusal, noun="argument")
         for key in self.keys.values():
-            chosen.prepare(key.dtype)
+            chosen.prepare(key.dtype, key.size)
         self.run(what, self.backend.set_compression(dict(options), chosen))
         self.compressor = chosen
         LOG.info("pushes are compressed by %r", chosen)

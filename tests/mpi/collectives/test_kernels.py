@@ -68,7 +68,7 @@ def test_bits_are_the_same_with_and_without_kernels(comm, kind, dtype, op, make,
             result = getattr(collectives, kind)(x, comm, op=op, out=out)
         if kind != "reduce" or comm.rank == 0:
             got.add(bits(result))
-        assert engine.settle(100)
+        engine.load_all()
         if kind == "allreduce":
             assert len(set(comm.allgather(bits(result)))) == 1
     assert len(got) == (kind != "reduce" or comm.rank == 0)
@@ -82,7 +82,7 @@ def test_vectors_that_cross_memory_have_the_same_bits(op):
         plan = collectives.plan("allreduce", x, comm, op=op)
         way = getattr(plan.runner, "runner", plan.runner).way  # behind one that records times
         assert way == "cross_memory" or not communicator(comm).board.memory.reachable
-        assert engine.settle(100)
+        engine.load_all()
         got = set()
         for serve in (False, True, comm.rank % 2 == 0):
             x[:] = given
@@ -100,7 +100,7 @@ def test_sums_of_lists_have_the_same_bits(comm, dtype):
         x = [vector(comm.rank * 3 + i, N, dtype, np.empty) for i in range(3)]
         with contextlib.nullcontext() if serve else engine.numpy_only(), np.errstate(all="ignore"):
             collectives.allreduce(x, comm, op="mean")
-        assert engine.settle(100)
+        engine.load_all()
         got.add(bits(x[0]))
         assert len(set(comm.allgather(bits(x[2])))) == 1
     assert len(got) == 1
@@ -111,7 +111,7 @@ def test_large_vectors_of_16_bits_ask_for_a_kernel_when_planned():
         pytest.skip("one rank adds nothing")
     x = np.ones(N, np.float16)
     plan = collectives.plan("allreduce", x)
-    assert engine.settle(100)
+    engine.load_all()
     kernels = [kernel for kernel in engine._engine._kernels.values() if kernel.name == f"+ of {P} float16"]
     assert [kernel.failure for kernel in kernels] == [""]
     plan()

@@ -106,11 +106,26 @@ def rounded_up_or_down(row: Any, words: Any, dtype: np.dtype) -> Any:
     return (low + up.astype(np.uint16) | np.signbit(row).astype(np.uint16) << np.uint16(15)).view(dtype)
 
 
+IN_FILES = (
+    "rows",
+    "_state",
+    "touched",
+    "counts",
+    "_counted",
+    "updates",
+    "scores",
+    "_times",
+    "_counted_times",
+    "now",
+)
+
+
 class ReferenceTable:
     """Rows in a dictionary; gradients are summed from first to last, those of 16 bits in float32.
 
     `init`: a rule of first values, or a function of ids; a number: the bound of even ones. `evict`, `limit`, `admit`,
-    `rounding`: as `KVStore.table` says; 0: none. `servers`: how many share the limits. `numbers`: of the optimizer."""
+    `evict_by`, `evict_after` (in seconds), `rounding`: as `KVStore.table` says; 0: none. `servers`: how many share the
+    limits. `numbers`: of the optimizer."""
 
     def __init__(
         self,
@@ -124,9 +139,17 @@ class ReferenceTable:
         limit: int = 0,
         servers: int = 1,
         admit: Any = None,
+        evict_by: str = "age",
+        evict_after: float = 0,
         rounding: str = "nearest",
         **numbers: Any,
     ) -> None:
+        self._evict_by, self._after = evict_by, round(evict_after * 10**6)
+        self.by_score = evict_by == "score"
+        self.scores: dict[int, float] = {}
+        self._times: dict[int, int] = {}
+        self._counted_times: dict[int, int] = {}
+        self.now, self.reasons, self.removed = 0, [0, 0, 0], 0  # microseconds; dropped by age, by time, by limit
         self._stochastic = rounding == "stochastic"
         self._evict, self._limit, self.servers, self._admit = evict, limit, servers, admit
         self.numbers: Numbers = {"learning_rate": 0.1, **numbers}
@@ -149,16 +172,55 @@ class ReferenceTable:
 
     def save(self) -> Any:
         """Return all that a file of the table holds, for `load`."""
-        return copy.deepcopy((self.rows, self._state, self.touched, self.counts, self._counted, self.updates))
+        return copy.deepcopy({name: getattr(self, name) for name in IN_FILES})
 
     def load(self, saved: Any) -> None:
-        self.rows, self._state, self.touched, self.counts, self._counted, self.updates = copy.deepcopy(saved)
+        vars(self).update(copy.deepcopy(saved))
 
-    def push(self, pushes: Sequence[tuple[Any, Any]]) -> None:
-        """One round: (ids, gradients) of each worker."""
+    def _begin(self, now: int) -> None:
         self.updates += 1
+        self.now = max(self.now, now)
+
+    def _name(self, one: int, score: float | None) -> None:
+        """An update names the row of this id."""
+        self.touched[one], self._times[one] = self.updates, self.now
+        self.scores[one] = self.scores.get(one, 0.0) + 1 if score is None else score
+
+    def _forget(self, one: int) -> None:
+        for kept in (self.rows, self._state, self.touched, self.scores, self._times):
+            kept.pop(one, None)
+
+    def set(self, sets: Sequence[tuple[Any, ...]], now: int = 0) -> None:
+        """One round: (ids, values) of each worker, and scores if the table needs them."""
+        self._begin(now)
+        for ids, values, *scores in sets:
+            given = scores[0].reshape(-1).tolist() if scores else [None] * ids.size
+            for one, row, score in zip(ids.reshape(-1).tolist(), values.reshape(-1, self.dim), given):
+                first = self.touched.get(one) != self.updates
+                self.rows[one] = row.copy()
+                self._state.setdefault(one, {})
+                if first or score is not None:
+                    self._name(one, score)
+                self.counts.pop(one, None), self._counted.pop(one, None)
+        self._drop()
+
+    def remove(self, removed: Sequence[Any], now: int = 0) -> None:
+        """One round: ids of each worker."""
+        self._begin(now)
+        for one in {one for ids in removed for one in ids.reshape(-1).tolist()}:
+            self.removed += one in self.rows
+            self._forget(one)
+            self.counts.pop(one, None), self._counted.pop(one, None)
+        self._drop()
+
+    def push(self, pushes: Sequence[tuple[Any, ...]], now: int = 0) -> None:
+        """One round: (ids, gradients) of each worker, and scores if the table needs them."""
+        self._begin(now)
+        latest: dict[int, float] = {}
+        for ids, _, *given in pushes:
+            latest |= dict(zip(ids.reshape(-1).tolist(), given[0].reshape(-1).tolist())) if given else {}
         total: dict[int, Any] = {}
-        for ids, gradients in pushes:
+        for ids, gradients, *_ in pushes:
             own: dict[int, Any] = {}
             for one, gradient in zip(ids.reshape(-1).tolist(), gradients.reshape(-1, self.dim).astype(self._wide)):
                 own[one] = own[one] + gradient if one in own else gradient
@@ -176,7 +238,7 @@ class ReferenceTable:
             gradient = clipped(gradient, numbers.get("clipnorm", 0))
             row = self._update(self._row(one).astype(self._wide) * kept, gradient, state, rate, numbers)
             self.rows[one] = self._rounded(one, row)
-            self.touched[one] = self.updates
+            self._name(one, latest.get(one))
         self._drop()
 
     def _rounded(self, one: int, row: Any) -> Any:
@@ -188,19 +250,33 @@ class ReferenceTable:
         return rounded_up_or_down(row, mixed(np.uint64(stream) + columns), self.dtype)
 
     def _drop(self) -> None:
-        due = self._due(self.touched, self._limit)
-        for one in due:
-            del self.rows[one], self._state[one], self.touched[one]
-        self.evicted += due
+        unused, expired, excess = self._due(self.touched, self._times, self._limit, self._evict_by != "age")
+        for number, dropped in enumerate((unused, expired, excess)):
+            self.reasons[number] += len(dropped)
+            for one in dropped:
+                self._forget(one)
+            self.evicted += dropped
+        self._drop_counts()
 
-    def _due(self, touched: dict[int, int], limit: int) -> set[int]:
-        due = {one for one, step in touched.items() if self._evict and step <= self.updates - self._evict}
+    def _drop_counts(self) -> None:
+        if self._admit is not None and not isinstance(self._admit, Chance):
+            for dropped in self._due(self._counted, self._counted_times, self._admit.remember, False):
+                for one in dropped:
+                    del self.counts[one], self._counted[one]
+
+    def _due(
+        self, touched: dict[int, int], times: dict[int, int], limit: int, scored: bool
+    ) -> tuple[set[int], set[int], set[int]]:
+        """Which ids go since they were not named for long, by updates and by the clock, and since they are too many."""
+        unused = {one for one, step in touched.items() if self._evict and step <= self.updates - self._evict}
+        expired = {one for one in touched if self._after and times[one] <= self.now - self._after} - unused
+        due, excess = unused | expired, set[int]()
         for server in range(self.servers if limit else 0):
             share = limit // self.servers + (server < limit % self.servers)
             here = [one for one in touched if one not in due and self._owner(one) == server]
-            here.sort(key=lambda one: (touched[one], one))
-            due.update(here[: max(0, len(here) - share)])
-        return due
+            here.sort(key=lambda one: (self.scores[one] if scored else 0, touched[one], one))
+            excess.update(here[: max(0, len(here) - share)])
+        return unused, expired, excess
 
     def _admitted(self, new: set[int]) -> set[int]:
         """Which of the ids without a row, all of which this update names, get one."""
@@ -210,10 +286,9 @@ class ReferenceTable:
             return new
         for one in new:
             self.counts[one], self._counted[one] = self.counts.get(one, 0) + 1, self.updates
+            self._counted_times[one] = self.now
         reached = {one for one in new if self.counts[one] >= self._admit.times}
         for one in reached:
-            del self.counts[one], self._counted[one]
-        for one in self._due(self._counted, self._admit.remember):
             del self.counts[one], self._counted[one]
         return reached
 

@@ -12,11 +12,13 @@ import time
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
 import mpips
 from mpips.optimizers import Cosine, StepDecay
+from mpips.tables import eviction
 from mpips.tables.table import push_together
 from tests.mpi.mpips.reference_table import UPDATES, ReferenceTable, ServingCopy
 from tests.mpi.mpips.support import WORLD, failure
@@ -25,6 +27,9 @@ CALLS = {
     "push": 8,
     "pushpull": 3,
     "push_all": 2,
+    "set": 2,
+    "remove": 2,
+    "exists": 2,
     "pull": 6,
     "pull_all": 3,
     "ipull": 4,
@@ -78,7 +83,9 @@ def life_of(chosen: random.Random, servers: int) -> dict[str, Any]:
     return {
         "admit": chosen.choice([None, None, mpips.seen(1, 4), mpips.seen(2), mpips.seen(3, 15), mpips.chance(0.4)]),
         "evict": chosen.choice([None, None, 1, 2, 4, 9]),
-        "limit": chosen.choice([None, None, 3, 12, 60, 2000]),
+        "limit": (limit := chosen.choice([None, None, 3, 12, 60, 2000])),
+        "evict_by": chosen.choice(["age", "count", "score"]) if limit else None,
+        "evict_after": chosen.choice([None, None, 2, 9]),
     }
 
 
@@ -132,6 +139,7 @@ class Played:
             self.table = kv.table(self.name, init=init, **kind, **self.life, **self.numbers)
         for model in self.models:
             model.servers, model.refused, model.evicted = kv.layout.num_servers, 0, []
+            model.reasons, model.removed = [0, 0, 0], 0
         self.worker, self.pushes, self.copy = kv.rank, 0, ServingCopy()
         self.since: int | None = None
         self.last: tuple[tuple[str, ...], int] = (), 0
@@ -144,8 +152,8 @@ class Played:
     def updates(self) -> int:
         return sum(model.updates for model in self.models)
 
-    def batch(self, seed: list[int], worker: int) -> tuple[Any, Any]:
-        """Ids of any shape and layout, and gradients."""
+    def batch(self, seed: list[int], worker: int) -> tuple[Any, ...]:
+        """Ids of any shape and layout, gradients, and scores if the table needs them."""
         chosen = np.random.default_rng([*seed, worker])
         ids = self.ids(chosen, worker)
         shape = (*ids.shape, self.table.dim)
@@ -155,7 +163,8 @@ class Played:
         gradients = chosen.standard_normal(shape) * scale
         if self.whole:
             gradients = -chosen.integers(0, 3, shape)
-        return ids, gradients.astype(self.table.dtype)
+        scores = [chosen.integers(-3, 4, ids.shape).astype(float)] if self.models[0].by_score else []
+        return ids, gradients.astype(self.table.dtype), *scores
 
     def ids(self, chosen: np.random.Generator, worker: int) -> Any:
         mine = IDS if self.lanes == 1 or self.whole else IDS[IDS % self.lanes == worker]
@@ -174,13 +183,13 @@ class Played:
                 ids.flags.writeable = False
         return ids
 
-    def push(self, batches: list[Any], who: set[int]) -> None:
+    def push(self, batches: list[Any], who: set[int], now: int, call: str = "push") -> None:
         """What the dictionaries do when these workers have pushed."""
         self.pushes += self.worker in who
         for worker in who if self.lanes > 1 else ():
-            self.models[worker].push([batches[worker]])
+            getattr(self.models[worker], call)([batches[worker]], now)
         if self.lanes == 1:
-            self.models[0].push(batches)
+            getattr(self.models[0], call)(batches, now)
 
     def pull(self, ids: Any) -> Any:
         """Rows after this worker's pushes; None where others' count, too."""
@@ -219,7 +228,10 @@ class Player:
         for _ in range(calls):
             call = self.chosen.choices([*CALLS], [*CALLS.values()])[0]
             self.said = f"seed {self.seed}, step {self.step}, {kv.type} {kv.layout.options}: {call}"
-            getattr(self, call)()
+            # A second passes with each step, and is sometimes taken back. The clocks of other workers do not count.
+            self.now = 10**15 + (self.step - 5 * (self.step % 11 == 0)) * 10**6
+            with mock.patch.object(eviction, "now", return_value=self.now if kv.rank == 0 else 10**17):
+                getattr(self, call)()
             self.step += 1
         self.said = f"seed {self.seed}, end"
         self.rest()
@@ -265,36 +277,59 @@ class Player:
         played, who = self.some(), self.pushing()
         batches = self.batches(played)
         if self.kv.rank in who:
-            ids, gradients = batches[self.kv.rank]
-            played.table.push(ids, gradients)
-            gradients[...] = 99  # is the caller's again
+            played.table.push(*batches[self.kv.rank])
+            batches[self.kv.rank][1][...] = 99  # is the caller's again
         batches = self.batches(played)
-        played.push(batches, who)
+        played.push(batches, who, self.now)
+
+    def set(self) -> None:
+        self.by_order("set", lambda table, ids, *rows: table.set(ids, *rows))
+
+    def remove(self) -> None:
+        self.by_order("remove", lambda table, ids: table.remove(ids))
+
+    def by_order(self, call: str, make: Callable[..., None]) -> None:
+        played, who = self.some(), self.pushing()
+        if not played.whole:  # what others do to these ids would count in any order
+            batches = [batch[:1] if call == "remove" else batch for batch in self.batches(played)]
+            if self.kv.rank in who:
+                make(played.table, *batches[self.kv.rank])
+            played.push([batch[0] for batch in batches] if call == "remove" else batches, who, self.now, call)
+
+    def exists(self) -> None:
+        played = self.some()
+        for _ in range(self.own.randrange(3)):
+            ids = self.wanted(played)
+            found, rows = played.table.exists(ids), played.models[self.kv.rank % played.lanes].rows
+            expected = [one in rows for one in ids.reshape(-1).tolist()]
+            assert found.shape == ids.shape, self.said
+            assert played.whole or found.reshape(-1).tolist() == expected, f"{self.said}, {played}"
 
     def pushpull(self) -> None:
         played, who = self.some(), self.pushing()
         batches = self.batches(played)
-        played.push(batches, who)
+        played.push(batches, who, self.now)
         if self.kv.rank in who:
-            ids, gradients = batches[self.kv.rank]
+            ids, gradients, *scores = batches[self.kv.rank]
             out = np.full_like(gradients, np.nan) if self.own.random() < 0.5 else None
-            found = played.table.pushpull(ids, gradients, out)
+            found = played.table.pushpull(ids, gradients, out, *scores)
             assert out is None or found is out, self.said
             self.check(found, played.pull(ids), played)
 
     def push_all(self) -> None:
         """Each worker pushes to all tables in its own order, or together."""
         who, together = self.pushing(), self.chosen.random() < 0.5
+        together &= not any(played.models[0].by_score for played in self.played)
         batches = [self.batches(played) for played in self.played]
         mine = [(one.table, *some[self.kv.rank]) for one, some in zip(self.played, batches)]
         if self.kv.rank in who and together:
             push_together(mine)
         elif self.kv.rank in who:
             staying = self.kv.layout.options.staleness >= 0  # who is ahead in one table waits for those behind
-            for table, ids, gradients in mine if staying else self.own.sample(mine, len(mine)):
-                table.push(ids, gradients)
+            for table, *push in mine if staying else self.own.sample(mine, len(mine)):
+                table.push(*push)
         for played, some in zip(self.played, batches):
-            played.push(some, who)
+            played.push(some, who, self.now)
 
     def wanted(self, played: Played) -> Any:
         return played.ids(np.random.default_rng(self.own.randrange(2**32)), self.kv.rank)
@@ -343,6 +378,10 @@ class Player:
             "rows": sum(len(model.rows) for model in models),
             "updates": played.updates,
             "evicted": sum(len(model.evicted) for model in models),
+            "evicted_unused": sum(model.reasons[0] for model in models),
+            "evicted_by_time": sum(model.reasons[1] for model in models),
+            "evicted_by_limit": sum(model.reasons[2] for model in models),
+            "removed": sum(model.removed for model in models),
             "refused": sum(model.refused for model in models),
             "counted": sum(len(model.counts) for model in models),
         }

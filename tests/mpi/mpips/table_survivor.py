@@ -6,12 +6,14 @@ import json
 import random
 import sys
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import mpips
+from mpips.tables import eviction
 from tests.mpi.mpips.reference_table import ReferenceTable
 from tests.mpi.mpips.survivor import Job, main
 
@@ -34,11 +36,23 @@ TABLES: dict[str, dict[str, Any]] = {
         "dtype": "bfloat16",
         "rounding": "stochastic",
     },
-    "words": {"optimizer": "ftrl", "l1": 0.1, "init": sevenths, "admit": mpips.chance(0.7), "dtype": "float16"},
+    "words": {
+        "optimizer": "ftrl",
+        "l1": 0.1,
+        "init": sevenths,
+        "admit": mpips.chance(0.7),
+        "dtype": "float16",
+        "evict_after": 8,
+    },
 }
-LIMITED = {"tags": {"optimizer": "adam", "init": mpips.constant(0.3), "limit": 40}}
+EVEN = {"init": mpips.uniform(0.5)}
+LIMITED: dict[str, dict[str, Any]] = {
+    "tags": {"optimizer": "adam", "init": mpips.constant(0.3), "limit": 40},
+    "tops": {"optimizer": "adam", "limit": 40, "evict_by": "count", "evict_after": 30, "admit": mpips.seen(2), **EVEN},
+    "stars": {"optimizer": "row_adagrad", "dtype": "bfloat16", "limit": 30, "evict_by": "score", **EVEN},
+}
 """Servers share the limit, so that what is dropped depends on how many there are."""
-COUNTED = "evicted", "refused"
+COUNTED = "evicted", "evicted_unused", "evicted_by_time", "evicted_by_limit", "removed", "refused"
 RATES = 0.1, 0.05, 0.2
 EVERY = np.arange(-60, 60) * 7 * 10**15
 
@@ -47,11 +61,22 @@ def tables_of(job: Job) -> dict[str, dict[str, Any]]:
     return TABLES | (LIMITED if job.spares >= len(job.kills) else {})
 
 
-def batch(name: str, step: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
+def batch(name: str, step: int, rank: int) -> tuple[np.ndarray, ...]:
     random = np.random.default_rng([len(name), step, rank])
     ids = random.choice(EVERY, (step + rank) % 13)
+    scores = [random.integers(-5, 5, len(ids)) / 2] if name == "stars" else []
     dtype = np.dtype((TABLES | LIMITED)[name].get("dtype", "float32"))
-    return ids, random.standard_normal((len(ids), DIM)).astype(dtype)
+    return ids, random.standard_normal((len(ids), DIM)).astype(dtype), *scores
+
+
+def kind_of(name: str, step: int) -> str:
+    """Which call a step makes of a table."""
+    return random.Random(f"{name} {step}").choice(["set", "remove"] + 8 * ["push"])
+
+
+def clock_of(rank: int, step: int) -> int:
+    """The wall clock in microseconds: a second passes with each step. Only the clock of rank 0 is right."""
+    return 10**15 + step * 10**6 if rank == 0 else 10**18
 
 
 def call_before(job: Job, name: str, step: int) -> str:
@@ -86,7 +111,12 @@ class Expected:
                 table.load(self._saved[name])
             elif call == "update_optimizer":
                 table.numbers |= changed(name, self.step)
-            table.push([batch(name, self.step, rank) for rank in range(workers)])
+            batches = [batch(name, self.step, rank) for rank in range(workers)]
+            now, kind = clock_of(0, self.step), kind_of(name, self.step)
+            if kind == "remove":
+                table.remove([ids for ids, *_ in batches], now)
+            else:
+                (table.set if kind == "set" else table.push)(batches, now)
         self.step += 1
 
 
@@ -123,15 +153,24 @@ def train(kv: mpips.KVStore, job: Job, folder: Path) -> tuple[dict[str, np.ndarr
                 if step == job.steps - 1:
                     job.wait_for_deaths()
                 model.go_on(kv.num_workers)
+                eviction.now = partial(clock_of, kv.rank, step)  # type: ignore[assignment]
                 for name, table in made.items():
                     make_call(folder, job, step, table)
-                    ids, gradients = batch(name, step, kv.rank)
-                    if step % 3:
-                        table.push(ids, gradients)
+                    ids, rows, *scores = batch(name, step, kv.rank)
+                    kind, same = kind_of(name, step), job.spares >= len(job.kills)
+                    if kind == "set":
+                        table.set(ids, rows, *scores)
+                    elif kind == "remove":
+                        table.remove(ids)
+                    elif step % 3:
+                        table.push(ids, rows, *scores)
                     else:
-                        rows, same = table.pushpull(ids, gradients), job.spares >= len(job.kills)
+                        found = table.pushpull(ids, rows, None, *scores)
                         expected = model.tables[name].pull(ids)
-                        assert rows.tobytes() == expected.tobytes() or not same, f"step {step}: {name} differs"
+                        assert found.tobytes() == expected.tobytes() or not same, f"step {step}: {name} differs"
+                    if step % 7 == 0:
+                        there = [one in model.tables[name].rows for one in ids.tolist()]
+                        assert table.exists(ids).tolist() == there or not same, f"step {step}: {name} differs"
                 if step % 4 == 0:
                     wanted = {table: EVERY[step % 7 :: 1 + number] for number, table in enumerate(made.values())}
                     for table, rows in mpips.pull_rows(wanted).items():
@@ -180,7 +219,10 @@ def expected(job: Job, traces: Iterable[list[list[int]]]) -> dict[str, np.ndarra
     for size in workers:
         model.go_on(size)
     rows = {name: table.pull(EVERY) for name, table in model.tables.items()}
-    counts = {f"{name} counts": np.array([len(it.evicted), it.refused]) for name, it in model.tables.items()}
+    counts = {
+        f"{name} counts": np.array([len(it.evicted), *it.reasons, it.removed, it.refused])
+        for name, it in model.tables.items()
+    }
     return rows | counts | {"w": np.full(3, float(sum(workers)))}
 
 

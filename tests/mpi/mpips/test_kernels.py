@@ -47,7 +47,7 @@ def kernels():
         table = np.zeros((4, 8), np.float32)
         one = RowSparse(np.arange(1), table[:1], table.shape)
         update_rows(optimizer, table, one, optimizer.init(table.reshape(-1)), 1)
-    assert engine.settle(200)
+    engine.load_all()
     WORLD.Barrier()
 
 

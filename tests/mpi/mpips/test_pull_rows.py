@@ -73,7 +73,7 @@ def test_rows_of_several_tables_are_those_of_dictionaries(kind: str, options: di
         tables = tables_of(kv)
         models = {name: ReferenceTable(name, dim, dtype, 0.5, way) for name, (dim, dtype, way) in TABLES.items()}
         check_steps(kv, tables, models)
-        engine.settle(200)
+        engine.load_all()
         # From now on workers read rows in the memory of servers of this node.
         check_steps(kv, tables, models)
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from collectives.kernels import engine
 from tests.mpi.mpips.support import WORLD, need, run
 from tests.mpi.sizes import only_on
 
@@ -24,7 +23,6 @@ def test_many_keys_are_loaded_together(servers: int) -> None:
     path = Path(tempfile.gettempdir()) / f"many_keys_{servers}_{WORLD.bcast(np.random.default_rng().integers(2**40))}"
 
     def body(kv):
-        engine.settle(60)  # kernels of other tests are compiled meanwhile
         keys = [f"k{i}" for i in range(KEYS)]
         values = [np.full(3, i, np.float32) for i in range(KEYS)]
         took = {}

@@ -5,15 +5,17 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
 import mpips
 from launch import Job, build, find, this_machine
-from mpips.tables import initial
+from mpips.tables import eviction, initial
 from mpips.tables.table import push_together
 from tests.child import outside
 from tests.mpi.mpips.reference_table import ReferenceTable
@@ -25,8 +27,10 @@ KINDS = {"users": "row_adam", "items": "ftrl"}
 INITS = {"users": mpips.normal(std=0.5), "items": mpips.constant(0.25)}
 LIVES: dict[str, dict[str, Any]] = {
     "users": {"dtype": "float32", "admit": mpips.seen(2), "evict": 5},
-    "items": {"dtype": "bfloat16", "rounding": "stochastic"},
+    "items": {"dtype": "bfloat16", "rounding": "stochastic", "evict_after": 4},
 }
+CALLS = {3: "set", 7: "remove"}
+"""Of some steps what is called instead of a push."""
 
 
 def batch(step: int, dtype: Any) -> tuple[Any, Any]:
@@ -37,6 +41,11 @@ def batch(step: int, dtype: Any) -> tuple[Any, Any]:
 
 def nothing(dtype: Any) -> tuple[Any, Any]:
     return np.zeros(0, np.int64), np.zeros((0, DIM), dtype)
+
+
+def at_second(step: int) -> Any:
+    """Let a second of the wall clock pass with each step."""
+    return mock.patch.object(eviction, "now", return_value=step * 10**6 + 1)
 
 
 def tables(kv: mpips.KVStore) -> dict[str, Any]:
@@ -52,8 +61,9 @@ def train(kv: mpips.KVStore, made: dict[str, Any], steps: range) -> None:
         pushes = [
             (table, *(batch(step, table.dtype) if kv.rank == 0 else nothing(table.dtype))) for table in made.values()
         ]
-        for some in [pushes] if step % 2 else [[push] for push in pushes]:
-            push_together(some)
+        with at_second(step):
+            for some in [pushes] if step % 2 else [[push] for push in pushes]:
+                push_together(some)
         kv.push("w", np.full(3, -float(kv.rank == 0)))
 
 
@@ -62,7 +72,7 @@ def check(kv: mpips.KVStore, made: dict[str, Any], steps: int) -> None:
     for name, optimizer in KINDS.items():
         expected = ReferenceTable(name, DIM, init=INITS[name], optimizer=optimizer, **LIVES[name])
         for step in range(steps):
-            expected.push([batch(step, LIVES[name]["dtype"])])
+            expected.push([batch(step, LIVES[name]["dtype"])], step * 10**6 + 1)
         assert made[name].pull(ids).tobytes() == expected.pull(ids).tobytes(), name
         assert made[name].stats()["updates"] == steps
     kv.pull("w", out := np.zeros(3))
@@ -115,6 +125,7 @@ def test_a_checkpoint_holds_tables_of_its_round(folder: Path, wait: bool, known:
     [
         ("adam", {"dtype": "float16", "admit": mpips.seen(2), "evict": 3}),
         ("ftrl", {"dtype": "float32", "limit": 90}),
+        ("adam", {"dtype": "float32", "limit": 70, "evict_by": "count", "evict_after": 4}),
         ("sgd", {"dtype": "bfloat16", "rounding": "stochastic"}),
     ],
 )
@@ -126,7 +137,12 @@ def test_a_whole_file_and_its_increments_are_the_table(folder: Path, optimizer: 
         return kv.table("t", DIM, init=mpips.uniform(0.5), optimizer=optimizer, learning_rate=0.1, **life)
 
     def pushed(kv: mpips.KVStore, table: Any, step: int) -> None:
-        table.push(*(some(step, table.dtype) if kv.rank == 0 else nothing(table.dtype)))
+        ids, rows = some(step, table.dtype) if kv.rank == 0 else nothing(table.dtype)
+        with at_second(step):
+            if step in CALLS:
+                table.remove(ids[:20]) if CALLS[step] == "remove" else table.set(ids, rows)
+            else:
+                table.push(ids, rows)
 
     def save(kv: mpips.KVStore) -> None:
         table, since = make(kv), 0
@@ -159,7 +175,11 @@ def test_a_whole_file_and_its_increments_are_the_table(folder: Path, optimizer: 
             pushed(kv, table, step)
         expected = ReferenceTable("t", DIM, init=0.5, optimizer=optimizer, servers=kv.layout.num_servers, **life)
         for step in range(STEPS):
-            expected.push([some(step, life["dtype"])])
+            pushed_ids, rows = some(step, life["dtype"])
+            if CALLS.get(step) == "remove":
+                expected.remove([pushed_ids[:20]], step * 10**6 + 1)
+            else:
+                (expected.set if step in CALLS else expected.push)([(pushed_ids, rows)], step * 10**6 + 1)
         assert table.pull(ids).tobytes() == expected.pull(ids).tobytes()
         assert (table.stats()["updates"], table.rows) == (STEPS, len(expected.rows))
         said = failure(lambda: table.save(folder / "x", 9))
@@ -179,6 +199,35 @@ def test_a_whole_file_and_its_increments_are_the_table(folder: Path, optimizer: 
     run("dist_sync", save, servers=1)
     run("dist_sync", other, servers=1)
     run("dist_sync", loaded, servers=1 if "limit" in life else min(2, WORLD.size - 1))  # servers share the limit
+
+
+def test_rows_that_were_saved_without_scores_and_times_get_them_at_the_load(folder: Path) -> None:
+    need(servers=1)
+
+    def body(kv: mpips.KVStore) -> None:
+        ids, ones, zeros = np.arange(8), -np.ones((8, 2), np.float32), {"init": mpips.uniform(0), "learning_rate": 1.0}
+        plain = kv.table("plain", 2, **zeros)
+        counting = kv.table("counting", 2, limit=6, evict_by="count", evict_after=10, **zeros)
+        scoring = kv.table("scoring", 2, limit=6, evict_by="score", **zeros)
+        with at_second(1):
+            plain.push(ids[:6], ones[:6] * (kv.rank == 0))
+            plain.save(folder / "plain")
+        with at_second(100), pytest.warns(RuntimeWarning) if kv.rank == 0 else nullcontext():
+            counting.load(folder / "plain")
+        with at_second(109):
+            counting.push(ids[:3], ones[:3])
+            counting.push(ids[7:], ones[7:])  # one too many: 3 is one of those without an update
+            assert counting.exists(ids).tolist() == [True, True, True, False, True, True, False, True]
+            assert (counting.pull(ids[:1]) == 1 + kv.num_workers).all() and counting.rows == 6
+        with at_second(110):
+            counting.push(ids[:0], ones[:0])
+        assert counting.exists(ids).tolist() == [True, True, True, False, False, False, False, True]
+        counting.save(folder / "counting")
+        said = failure(lambda: scoring.load(folder / "counting"))
+        assert "counting has evict_by count, and the table score: make it as it was saved" in said
+        kv.barrier()
+
+    run("dist_sync", body, servers=1)
 
 
 def some(step: int, dtype: Any) -> tuple[Any, Any]:

@@ -16,7 +16,7 @@ import pytest
 import mpips
 from collectives.fabric.tasks import Task
 from collectives.kernels import engine
-from mpips.tables import index, initial, messages, places
+from mpips.tables import eviction, index, initial, messages, places
 from mpips.tables.table import push_together
 from tests.mpi.mpips.reference_table import UPDATES, ReferenceTable, ServingCopy
 from tests.mpi.mpips.support import WORLD, failure, meet, need, run
@@ -33,6 +33,14 @@ LIVES: list[dict[str, Any]] = [
     {"admit": mpips.seen(3, 15)},
     {"admit": mpips.chance(0.4), "limit": 25},
     {"admit": mpips.seen(1, 4)},
+]
+# Rows may also go by count, by score and by the clock.
+ORDERS: list[dict[str, Any]] = [
+    {"evict_by": "count", "limit": 11},
+    {"evict_by": "score", "limit": 11},
+    {"evict_after": 2},
+    {"evict_by": "count", "limit": 20, "admit": mpips.seen(2), "evict": 4, "evict_after": 5},
+    {"evict_by": "score", "limit": 14, "admit": mpips.chance(0.6), "evict_after": 4},
 ]
 SMALL_RATE = {"learning_rate": 0.1}
 
@@ -285,6 +293,137 @@ def test_rows_come_and_go_as_in_a_dictionary(options: dict[str, Any], life: dict
 
 
 @either_mpi
+@pytest.mark.parametrize("options", SERVERS)
+@pytest.mark.parametrize("life", ORDERS)
+def test_rows_are_set_removed_and_dropped_as_in_a_dictionary(
+    options: dict[str, Any], life: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need(**options)
+
+    def body(kv: mpips.KVStore) -> None:
+        table = kv.table("users", 3, "float64", mpips.uniform(0.5), "adam", **life, **SMALL_RATE)
+        expected = ReferenceTable("users", 3, "float64", 0.5, "adam", **life, servers=options["servers"])
+        for repeat, call in enumerate(["push", "set", "push", "remove", "push", "set", "remove", "push", "push"]):
+            now = 10**15 + (repeat - 3 * (repeat == 4)) * 10**6  # set back once
+            clock = now if kv.rank == 0 else 10**17  # of worker 0 alone
+            monkeypatch.setattr(eviction, "now", lambda clock=clock: clock)
+            batches: list[Any] = [batch(repeat, worker, 3, "float64") for worker in range(kv.num_workers)]
+            if expected.by_score:
+                batches = [(ids, rows, rows[..., 0].round()) for ids, rows in batches]
+            if call == "remove":
+                batches = [ids[:2] for ids, *_ in batches]
+                table.remove(batches[kv.rank])
+                expected.remove(batches, now)
+            else:
+                getattr(table, call)(*batches[kv.rank])
+                getattr(expected, call)(batches, now)
+            wanted = np.concatenate([EDGES, np.arange(-20, 20), np.arange(-20, 20) * 10**15])
+            assert table.pull(wanted).tobytes() == expected.pull(wanted).tobytes(), repeat
+            assert table.exists(wanted.reshape(-1, 29)).reshape(-1).tolist() == [
+                one in expected.rows for one in wanted.tolist()
+            ]
+            stats = table.stats()
+            assert [stats[word] for word in ("rows", "evicted", "removed", "refused", "counted")] == [
+                len(expected.rows),
+                len(expected.evicted),
+                expected.removed,
+                expected.refused,
+                len(expected.counts),
+            ]
+            assert [
+                stats[word] for word in ("evicted_unused", "evicted_by_time", "evicted_by_limit")
+            ] == expected.reasons
+            assert table.pushes == repeat + 1
+            kv.barrier()
+        assert expected.removed and expected.evicted
+
+    run("dist_sync", body, **options)
+
+
+@either_mpi
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        ("mpi_sync", {"servers": 1, "clients": 1}),
+        ("dist_async", {"servers": 2}),
+        ("mpi_async", {"servers": 1, "clients": 1}),
+        ("dist_async", {"servers": 1, "staleness": 0}),
+    ],
+)
+def test_all_kinds_set_and_remove_rows_in_the_order_of_calls(kind: str, options: dict[str, Any]) -> None:
+    need(**options)
+
+    def body(kv: mpips.KVStore) -> None:
+        table = kv.table("t", 2, init=mpips.uniform(0), learning_rate=1.0, evict_by="count", limit=1000)
+        ids, row = np.array([kv.rank, -kv.rank - 1, kv.rank]), np.ones((3, 2), np.float32)
+        for step in range(1, 5):  # of ids of this worker alone
+            table.set(ids, row * np.array([[9], [7], [step]], np.float32))  # the last of an id counts
+            table.push(ids[:2], -row[:2])
+            assert (table.pull(ids) == np.array([[step + 1], [8], [step + 1]])).all()
+            table.remove(ids[1:2])
+            assert table.exists(ids).tolist() == [True, False, True]
+            assert (table.pull(ids[1:2]) == 0).all()
+        meet(kv)
+        assert (table.rows, table.stats()["removed"]) == (kv.num_workers, 4 * kv.num_workers)
+        meet(kv)
+
+    run(kind, body, **options)
+
+
+def test_orders_that_cannot_be_are_refused() -> None:
+    need(servers=1)
+
+    def body(kv: mpips.KVStore) -> None:
+        table = kv.table("t", 2, init=mpips.uniform(0), limit=9)
+        best = kv.table("b", 2, init=mpips.uniform(0), limit=9, evict_by="score")
+        ids, rows, scores = np.arange(2), np.ones((2, 2), np.float32), np.zeros(2)
+        calls = {
+            "push of table 'b': evict_by='score' needs a score for each id: pass scores=": lambda: best.push(ids, rows),
+            "set of table 'b': evict_by='score' needs a score for each id": lambda: best.set(ids, rows),
+            "push of table 't': the table keeps no scores": lambda: table.push(ids, rows, scores),
+            "scores have dtype float64 and shape (1,), and ids of shape (2,)": lambda: best.push(ids, rows, scores[:1]),
+            "scores have dtype int64 and shape (2,), and": lambda: best.push(ids, rows, scores.astype(int)),
+            "scores hold NaN, which has no place in an order": lambda: best.pushpull(ids, rows, None, scores * np.nan),
+            "set of table 't': values has dtype float64, and the table float32": lambda: table.set(
+                ids, rows.astype(float)
+            ),
+            "remove of table 't': ids are of type list": lambda: table.remove([1]),
+            "exists of table 't': ids have dtype float64, and need int64": lambda: table.exists(scores),
+            "evict_by='score' says which rows limit= drops first: give limit, too": lambda: kv.table(
+                "u", 3, evict_by="score"
+            ),
+            "evict_by='size': give 'age', 'count' or 'score'": lambda: kv.table("u", 3, limit=9, evict_by="size"),
+            "evict_after='soon': give a time above 0, such as '7d'": lambda: kv.table("u", 3, evict_after="soon"),
+        }
+        for sentence, call in calls.items():
+            assert sentence in failure(call), sentence
+        assert (table.pushes, best.pushes, table.rows, best.rows) == (0, 0, 0, 0)
+
+    run("dist_sync", body, servers=1)
+
+
+def test_all_ranks_hear_of_different_calls_in_one_round() -> None:
+    need(workers=2, servers=1)
+
+    def body(kv: mpips.KVStore) -> str:
+        table, ids = kv.table("t", 2), np.arange(2)
+        try:
+            for _ in range(3):
+                table.remove(ids) if kv.rank else table.set(ids, np.ones((2, 2), np.float32))
+                table.pull(ids)
+        except mpips.StoreError as error:
+            return str(error)
+        return ""
+
+    try:
+        said = run("dist_sync", body, servers=1)
+    except mpips.StoreError as error:  # of the close
+        said = str(error)
+    if said is not None:
+        assert "table 't': round 1 is a set on rank 0 and a remove on rank 1: make the same call on all workers" in said
+
+
+@either_mpi
 @pytest.mark.parametrize(
     "kind, options",
     [
@@ -306,7 +445,7 @@ def test_rows_are_read_in_place(
         table = kv.table("users", 3, "float64", mpips.uniform(0.5), "adam", **life, **SMALL_RATE)
         expected = ReferenceTable("users", 3, "float64", 0.5, "adam", **life, servers=options["servers"])
         table.pull(EDGES)
-        engine.settle(200)
+        engine.load_all()
         kv.barrier()
         in_place = engine.status().engine == "numba" and "shared_memory" not in options
         for repeat in range(12):

@@ -1,8 +1,7 @@
-"""The engine of compiled kernels, in processes of their own: caches, locks, ends and forks; else NumPy serves."""
+"""The engine of compiled kernels, in processes of their own: caches, locks and forks; else NumPy serves."""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import shutil
@@ -20,7 +19,7 @@ from tests.child import outside
 pytest.importorskip("numba")
 LIMIT = 60  # seconds that no process may take; each needs about one
 BEGIN = r"""
-import logging, os, sys, time
+import logging, os, sys, threading, time
 from pathlib import Path
 logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stdout)
 logging.getLogger("mpips").setLevel(logging.INFO)
@@ -29,14 +28,12 @@ from collectives.kernels import engine
 folder = Path(os.environ["MPIPS_KERNELS_FOLDER"])
 text = "def kernel(a):\n    for i in range(a.size):\n        a[i] = a[i] + {}\n"
 one = engine.kernel("one", text.format(1), ["float32[]"])
-def compiling():
-    while not list(folder.glob("*.lock")): time.sleep(0.001)
 def say(kernel):
     a = np.ones(3, np.float32)
     if kernel.call: kernel.call(a)
     print("sums", a.sum(), kernel.failure, flush=True)
 """
-USE = "print(engine.settle(30)); say(one)"
+USE = "engine.load_all(); say(one)"
 
 
 @pytest.fixture
@@ -115,11 +112,13 @@ def test_standard_output_is_the_users_while_a_kernel_is_compiled_and_after(folde
     pytest.importorskip("colorama")
     program = """
 ours, two = sys.stdout, engine.kernel("two", text.format("a[0]"), ["const float32[]"])
-while not two.call and not two.failure: assert sys.stdout is ours
-print(engine.settle(30), "fails" if two.failure else "")
+loading = threading.Thread(target=engine.load_all)
+loading.start()
+while loading.is_alive(): assert sys.stdout is ours
+print("fails" if two.failure else "")
 """
     said = run(folder, program)
-    assert said[-1] == "True fails"
+    assert said[-1] == "fails"
     assert "\x1b" not in "".join(said)
 
 
@@ -127,7 +126,7 @@ print(engine.settle(30), "fails" if two.failure else "")
 def test_damaged_files_are_compiled_anew(folder: Path) -> None:
     program = """
 others = [engine.kernel(f"of {i}", text.format(i), ["float32[]"]) for i in (2, 3, 4)]
-engine.settle(30)
+engine.load_all()
 for kernel in (one, *others): say(kernel)
 """
     sums = [f"sums {3 + 3 * i}.0 " for i in (1, 2, 3, 4)]
@@ -225,72 +224,24 @@ def test_after_a_kill_in_the_middle_the_next_one_compiles(folder: Path) -> None:
     assert kept(said) == 1
 
 
-@pytest.mark.slow
-def test_a_process_that_waits_for_another_ends_at_once(warm: Path, folder: Path) -> None:
-    """Its exit does not wait for the lock, and NumPy serves meanwhile."""
-    copied(warm, folder).unlink()
-    (lock,) = folder.glob("*.lock")
-    with lock.open("wb") as file:
-        fcntl.lockf(file, fcntl.LOCK_EX)
-        said = run(
-            folder,
-            "print(engine.settle(1)); say(one); begun = time.monotonic(); import atexit; "
-            "atexit._run_exitfuncs(); print(time.monotonic() - begun)",
-        )
-    assert said[:2] == ["False", "sums 3.0 "]
-    assert float(said[-1]) < 5
-
-
-@pytest.mark.slow
-def test_the_end_of_a_process_waits_for_the_kernel_that_is_compiled(folder: Path) -> None:
-    said = run(
-        folder,
-        """
-engine.settle(30)
-two = engine.kernel("two", text.format(2), ["float32[]"])
-while len(list(folder.glob("*.lock"))) < 2: time.sleep(0.001)
-""",
-    )
-    assert kept(said) == 2
-    assert [line for line in said if " is ready " not in line and " is kept in " not in line] == []
-
-
-@pytest.mark.slow
-def test_the_end_of_a_process_ends_the_loading_of_numba(warm: Path) -> None:
-    said = run(
-        warm,
-        """
-while "numba" not in sys.modules: time.sleep(0.001)
-import atexit
-begun = time.process_time()
-atexit._run_exitfuncs()
-print(one.failure, "numba.core.compiler" in sys.modules, time.process_time() - begun < 0.3)
-print([each for each in sys.meta_path if "engine" in repr(each)], sys.getswitchinterval())
-""",
-    )
-    assert said == ["Numba cannot be loaded: ImportError: the process ends False True", "[] 0.005"]
-
-
 FORK = """
-child = os.fork()
-if not child:
+loading = threading.Thread(target=engine.load_all)
+loading.start()
+while "numba" not in sys.modules: time.sleep(0.001)
+if not os.fork():
     import numba
-    two = engine.kernel("two", text.format(2), ["float32[]"])
-    print(engine.settle(30))
-    say(two)
+    say(one)
     numba.njit(lambda x: x + 1)(1)
-    sys.exit(7)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.wait()[1]))
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wait", ["", "compiling()"], ids=["importing", "compiling"])
-def test_a_fork_uses_numpy_and_ends(wait: str, folder: Path) -> None:
-    said = run(folder, wait + FORK + USE)
-    assert "sums 3.0 no kernel is compiled any more" in said
-    assert "7" in said
-    assert there(said)
+def test_a_fork_waits_for_the_kernel_that_another_thread_loads(folder: Path) -> None:
+    said = run(folder, FORK)
+    assert said.count("sums 6.0 ") == 1
+    assert said[-1] == "7"
 
 
 @pytest.mark.slow
@@ -319,7 +270,7 @@ MISSING = "using NumPy instead of compiled kernels: "
     ids=["switched off", "broken", "not wanted", "a wrong word"],
 )
 def test_without_numba_numpy_serves(numba: str, variables: dict[str, str], warned: str, folder: Path) -> None:
-    program = 'two = engine.kernel("two", text.format(2), ["float32[]"])\nprint(engine.settle(30)); say(one); say(two)'
+    program = 'two = engine.kernel("two", text.format(2), ["float32[]"])\nengine.load_all(); say(one); say(two)'
     if numba:
         (folder / "numba").mkdir(parents=True)
         (folder / "numba" / "__init__.py").write_text(numba)
@@ -333,9 +284,9 @@ def test_without_numba_numpy_serves(numba: str, variables: dict[str, str], warne
 def test_short_work_stays_with_numpy_and_long_work_is_compiled(folder: Path) -> None:
     program = """
 one.call_for(1000)
+one.prepare(1000)
 print(engine.in_use(), one.call)
-until = time.monotonic() + 30
-while not one.call_for(1_000_000) and time.monotonic() < until: time.sleep(0.01)
+for _ in range(1000): one.call_for(1_000_000)
 say(one)
 """
     said = run(folder, program, MPIPS_KERNELS="")
@@ -343,11 +294,7 @@ say(one)
     assert there(said)
 
 
-def test_a_process_that_may_start_no_thread_uses_numpy(folder: Path) -> None:
-    before = """
-import threading
-def none(self): raise RuntimeError("can't start new thread")
-threading.Thread.start = none
-"""
-    said = run(folder, before=before)
-    assert said == [f"WARNING {MISSING}can't start new thread", "True", "sums 3.0 can't start new thread"]
+@pytest.mark.slow
+def test_a_kernel_for_long_calls_is_ready_before_the_first(folder: Path) -> None:
+    said = run(folder, "one.prepare(1_000_000); say(one)", MPIPS_KERNELS="")
+    assert there(said)

@@ -26,12 +26,12 @@ def kernels() -> None:
     if not engine.in_use():  # by tests before, in the same process
         assert not sums.pays(np.add, np.dtype(np.float32), 8, 1 << 30), "float32 alone loads no Numba"
     sums.prepare(np.add, DTYPES["float16"], 2, 1 << 30)
-    assert engine.settle(200)
+    engine.load_all()
     for dtype in DTYPES.values():
         for sign in sums.SIGNS:
             for count in COUNTS:
                 sums.prepare(sign, dtype, count, 1 << 30)
-    assert engine.settle(200)
+    engine.load_all()
 
 
 def bits(array: Vector) -> Vector:

@@ -27,7 +27,7 @@ other.close()
 own.note(loss=0.25, accuracy=0.5)
 own.write_load(1000, 2, {"0": 600, "1": 400}, room=5000, rounds=8, missed={"0": 2})
 numbers = own.table_numbers("users")
-for at in range(10):
+for at in range(11):
     numbers[at] = 10 + at
 own.count_exchange(4000)
 own.count_wait(1.5, False)

@@ -62,14 +62,15 @@ def test_a_parser_reads_all_that_pages_say(job: list[subprocess.Popen[str]]) -> 
         "mpips_table_evicted_rows_total": 13,
         "mpips_table_refused_gradients_total": 14,
         "mpips_table_counted_ids": 15,
+        "mpips_table_removed_rows_total": 16,
         "mpips_quorum_rounds_total": 8,
         "mpips_quorum_missed_rounds_total": 2,
     }
     assert {name: value for (name, rank), value in found.items() if rank == "0" and "_table_" in name and value} == {
-        "mpips_table_pushed_rows_total": 16,
-        "mpips_table_pulled_rows_total": 17 + 18,
-        "mpips_table_in_place_rows_total": 18,
-        "mpips_table_refused_pushes_total": 19,
+        "mpips_table_pushed_rows_total": 17,
+        "mpips_table_pulled_rows_total": 18 + 19,
+        "mpips_table_in_place_rows_total": 19,
+        "mpips_table_refused_pushes_total": 20,
     } | {"mpips_table_room_bytes": 5000}
     labels = [
         one.labels

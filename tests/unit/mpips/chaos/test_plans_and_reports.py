@@ -208,7 +208,7 @@ def test_weights_of_torch_are_noted_by_their_bytes(monkeypatch: pytest.MonkeyPat
     torch = pytest.importorskip("torch")
 
     told: list[ProgramNote] = []
-    watching = SimpleNamespace(rank=0, place=lambda: (0, 1), tell=told.append)
+    watching = SimpleNamespace(rank=0, place=lambda: (0, 1), send=told.append)
     monkeypatch.setattr(injector, "_injectors", [watching])
     weights = torch.arange(4.0, requires_grad=True)
     for value in (weights, weights.detach().numpy(), weights.bfloat16(), weights.sum()):

@@ -20,7 +20,7 @@ from mpips.tables import mirror as row_mirror
 from mpips.tables.initial import key_of
 from mpips.tables.mirror import MirroredTables, RowMirror
 from mpips.tables.row_optimizers import ROW_OPTIMIZERS
-from tests.unit.mpips.server.table_workers import IDS, LIVES, Workers, cards_of
+from tests.unit.mpips.server.table_workers import CALLS, IDS, LIVES, Workers, cards_of
 
 
 class Pair:
@@ -58,6 +58,7 @@ class Mirrored:
         self.takes: Any = RowMirror(Pair(1, self.mail), None, self.copies, 0)  # type: ignore[arg-type]
         self.server = Workers(2, cards=cards, file=SparseFile(), mirror=self.sends)
         self.names = [card.table for card in cards]
+        self.by_score = cards[-1].evict_by == "score"
         self.until_there()
 
     def until_there(self) -> None:
@@ -66,11 +67,12 @@ class Mirrored:
             self.takes.turn()
         self.server.hear(self.server.tables.take_mirrored())
 
-    def push(self, random: np.random.Generator, ids: list[int]) -> list[Any]:
+    def push(self, random: np.random.Generator, ids: list[int], call: str = "push", time: int = 0) -> list[Any]:
         askers = []
         for worker in range(2):
-            gradients = random.standard_normal((len(ids), 3))
-            askers.append(self.server.ask(worker, messages.PushRows("t", len(ids)), gradients, np.array(ids, np.int64)))
+            rows, scores = random.standard_normal((len(ids), 3)), random.standard_normal(len(ids))
+            parts = (rows, scores) if self.by_score else (rows,)
+            askers.append(self.server.contribute(worker, call, np.array(ids, np.int64), *parts, time=time))
         return askers
 
     def content(self) -> dict[str, Any]:
@@ -115,7 +117,8 @@ def test_the_copy_goes_on_round_by_round_whatever_is_cut_off(
     one, random = Mirrored(cards_of("t", key_of(5, "t"), optimizer, life)), np.random.default_rng(3)
     before = one.content()
     for round_ in range(1, 7):
-        first, last = one.push(random, data.draw(st.lists(IDS, unique=True, max_size=8)))
+        ids = data.draw(st.lists(IDS, unique=True, max_size=8))
+        first, last = one.push(random, ids, data.draw(CALLS), round_ * 10**6)
         assert first in one.server.said and last not in one.server.said  # nobody is told of the round yet
         after = one.content()
         while one.sends.turn() | one.takes.turn():
@@ -157,7 +160,9 @@ def test_a_load_that_breaks_off_leaves_a_torn_copy() -> None:
     assert asked in one.server.said and one.copies.journal("t", 0, 2).torn
     one.server.ask(0, messages.EndLoad("t"))
     one.until_there()
-    assert not one.copies.journal("t", 0, 2).torn and one.copies.journal("t", 0, 2).available_rounds() == [(1, 7, 0, 0)]
+    assert not one.copies.journal("t", 0, 2).torn and one.copies.journal("t", 0, 2).available_rounds() == [
+        (1, 7, 0, 0, 0, 0, 0, 0)
+    ]
 
 
 def test_copies_stay_until_all_rows_have_come_anew() -> None:

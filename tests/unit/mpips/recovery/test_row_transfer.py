@@ -59,12 +59,13 @@ class World:
 
 def push(servers: list[Workers], step: int, ids: list[int], expected: ReferenceTable) -> None:
     """A round, by one worker."""
-    where = np.array(ids, np.int64)
-    gradients = np.random.default_rng(step).standard_normal((len(ids), 3))
-    expected.push([(where, gradients)])
+    where, random = np.array(ids, np.int64), np.random.default_rng(step)
+    call, now = {3: "set", 4: "remove"}.get(step % 6, "push"), (step + 1) * 10**6
+    rows = [random.standard_normal((len(ids), 3)), *[random.random(len(ids))] * expected.by_score]
+    expected.remove([where], now) if call == "remove" else getattr(expected, call)([(where, *rows)], now)
     for number, server in enumerate(servers):
         mine = owners_of(where, len(servers)) == number
-        server.ask(0, messages.PushRows("t", int(mine.sum())), gradients[mine], where[mine])
+        server.contribute(0, call, where[mine], *(array[mine] for array in rows), time=now)
 
 
 def contents(servers: list[Workers]) -> list[dict[int, list[bytes]]]:
@@ -135,7 +136,7 @@ def test_rows_are_the_same_on_other_servers(
                 break
         else:
             pytest.fail("rows are still under way")
-    assert all(world.most < 500 + new * 600 for world in worlds)
+    assert all(world.most < 500 + new * 700 for world in worlds)
     for server in after:
         server.tables.begin(TablesPlan(plans))
     assert contents(after) == contents(before)

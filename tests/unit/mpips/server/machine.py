@@ -33,6 +33,7 @@ class Machine:
         unit = unit or self.unit
         source = value if hasattr(value, "coded") else Elements(np.full(unit.stored.size, value, np.float32))
         self.state.pushed(unit, unit.position[worker], source, 0, clock)
+        self.said += self.state.tick(clock)
 
     def work(self):
         while True:

@@ -48,7 +48,7 @@ def kernels():
             table = np.zeros((4, COLUMNS), DTYPES[name])
             one = RowSparse(np.arange(1), table[:1], table.shape)
             update_rows(optimizer, table, one, optimizer.init(table.reshape(-1)), 1)
-    assert engine.settle(300)
+    engine.load_all()
 
 
 def bits(array):
@@ -146,6 +146,6 @@ class Drift(optimizers.Equation):
 def test_kernels_are_asked_for_before_anything_is_pushed(caplog, options, dtype, parts):
     caplog.set_level(logging.INFO, "mpips.kernels")
     Machine(workers=4, optimizer=Drift(), dtype=DTYPES[dtype], **options)
-    assert engine.settle(100)
+    engine.load_all()
     (text,) = [text for text in caplog.messages if "Drift" in text and "is ready" in text]
     assert f"Drift of {parts} {dtype}" in text

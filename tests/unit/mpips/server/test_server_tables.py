@@ -25,7 +25,7 @@ from mpips.tables.messages import COUNTS
 from mpips.tables.plan import FoundTables, RowSource, TableEntry, TablePlan, TablesPlan, attached
 from mpips.tables.row_optimizers import ROW_OPTIMIZERS
 from tests.mpi.mpips.reference_table import ReferenceTable
-from tests.unit.mpips.server.table_workers import CARD, IDS, LIVES, Workers, cards_of
+from tests.unit.mpips.server.table_workers import CALLS, CARD, IDS, LIVES, Workers, cards_of
 
 
 @pytest.mark.slow
@@ -38,24 +38,34 @@ def test_servers_hold_what_a_dictionary_holds(
     cards = cards_of("t", key, optimizer, life)
     parts = [Workers(count, server=(number, servers), cards=cards) for number in range(servers)]
     expected = ReferenceTable("t", 3, "float64", 0.5, optimizer, 5, **life, servers=servers)
-    for _ in range(data.draw(st.integers(1, 9))):
-        pushes = []
+    seconds, before = data.draw(st.permutations(range(1, 10))), np.zeros(0, np.int64)
+    for round_ in range(data.draw(st.integers(1, 9))):
+        pushes, call, now = [], data.draw(CALLS), seconds[round_] * 10**6  # the first worker's clock is set back, too
         for ids in data.draw(st.lists(st.lists(IDS, unique=True, max_size=8), min_size=count, max_size=count)):
-            pushes.append((np.array(ids, np.int64), random.standard_normal((len(ids), 3))))
-        expected.push(pushes)
+            scores = [random.integers(-3, 3, len(ids)).astype(float)] if life["evict_by"] == "score" else []
+            pushes.append((np.array(ids, np.int64), random.standard_normal((len(ids), 3)), *scores))
+        if call == "remove":
+            expected.remove([ids for ids, *_ in pushes], now)
+        else:
+            (expected.push if call == "push" else expected.set)(pushes, now)
         for number in data.draw(st.permutations(range(count * servers))):
-            (ids, gradients), server = pushes[number % count], number // count
-            chosen = owners_of(ids, servers) == server
-            words = messages.PushRows("t", int(chosen.sum()))
-            parts[server].ask(number % count, words, gradients[chosen], ids[chosen])
-        every = np.unique(np.concatenate([ids for ids, _ in pushes]))
+            worker, server = number % count, number // count
+            chosen = owners_of(pushes[worker][0], servers) == server
+            mine = [array[chosen] for array in pushes[worker]]
+            stamp = 0 if worker else now  # the clocks of other workers do not count
+            parts[server].contribute(worker, call, mine[0], *mine[1:], time=stamp or 10**15)
+        every = before = np.unique(np.concatenate([before, *(ids for ids, *_ in pushes)]))
         for server, part in enumerate(parts):
             ids = every[owners_of(every, servers) == server]
             read = part.ask(0, messages.PullRows("t", 0, len(ids), False), ids)
             assert part.said[read].data == expected.pull(ids).tobytes()
+            has = part.said[part.ask(0, messages.HasRows("t", 0, ids.tobytes()))].data
+            assert np.frombuffer(has, bool).tolist() == [one in expected.rows for one in ids.tolist()]
         stats = [part.said[part.ask(0, messages.GetTableStats("t"))] for part in parts]
         assert sum(one.rows for one in stats) == len(expected.rows)
         assert sum(one.evicted for one in stats) == len(expected.evicted)
+        assert [sum(one.expired for one in stats), sum(one.excess for one in stats)] == expected.reasons[1:]
+        assert sum(one.removed for one in stats) == expected.removed
         assert sum(one.refused for one in stats) == expected.refused
 
 
@@ -67,6 +77,15 @@ def test_a_round_waits_for_all_workers() -> None:
     workers.push(1, 10)
     assert workers.value(read) == 11
     assert workers.value(workers.pull(1, 1)) == 11
+
+
+def test_workers_that_make_different_calls_in_a_round_are_told() -> None:
+    workers, ids = Workers(3), np.array([9])
+    workers.push(0, 1)
+    workers.push(1, 1)
+    sentence = "table 't': round 1 is a push on rank 0 and a remove on rank 2: make the same call on all workers"
+    with pytest.raises(MismatchError, match=sentence):
+        workers.contribute(2, "remove", ids)
 
 
 def test_a_second_push_waits_for_room() -> None:
@@ -210,8 +229,8 @@ def test_a_load_that_breaks_off_leaves_a_torn_table() -> None:
             torn.append(plan.rounds.torn)
             return iter(())
 
-        def reset(self, table: str, updates: int) -> Iterator[None]:
-            return self.ask(messages.ResetTable(table, updates))
+        def reset(self, table: str, updates: int, time: int) -> Iterator[None]:
+            return self.ask(messages.ResetTable(table, updates, time))
 
         def end_load(self, table: str) -> Iterator[None]:
             return self.ask(messages.EndLoad(table))

@@ -29,20 +29,31 @@ class Killed(BaseException):
     """What a server is stopped by where no process ends."""
 
 
-def push(tables: ServerTables, round_: int) -> None:
+def push(tables: Tables, round_: int) -> None:
     """Rows that come again, rows that are new, and time for others to go."""
     ids = np.unique(np.random.default_rng(round_).integers(-12, 12, 8) + 5 * round_)
     gradients = np.random.default_rng(9 * round_).standard_normal((len(ids), 3)).astype(np.float32)
     payload = np.zeros(messages.ids_at(len(ids), 12) + ids.nbytes, np.uint8)
     payload[: gradients.nbytes] = gradients.reshape(-1).view(np.uint8)
     payload[-ids.nbytes :] = ids.view(np.uint8)
-    tables.answer(0, (LINE, round_), messages.PushRows("t", len(ids)), payload)
+    call = tables.calls.get(round_, "push")
+    request: Any = messages.PushRows("t", len(ids), sets=call == "set", time=round_)
+    if call == "remove":
+        request, payload = messages.RemoveRows("t", ids.tobytes(), time=round_), payload[:0]
+    tables.answer(0, (LINE, round_), request, payload)
 
 
-def made(evict: int, seen: int) -> ServerTables:
-    tables = ServerTables(1, None, file=SparseFile(), survives=True)
+class Tables(ServerTables):
+    """With a call for each round that is no push."""
+
+    calls: dict[int, str]
+
+
+def made(evict: int, seen: int, calls: dict[int, str], more: dict[str, Any]) -> Tables:
+    tables = Tables(1, None, file=SparseFile(), survives=True)
+    tables.calls = calls
     rate = encode_numbers({"learning_rate": 0.1})
-    cards = [messages.MakeTable("t", 3, "float32", key_of(0, "t"), 0.5, "adam", rate, evict, 0, seen)]
+    cards = [messages.MakeTable("t", 3, "float32", key_of(0, "t"), 0.5, "adam", rate, evict, seen=seen, **more)]
     if seen:
         one = encode_numbers({"learning_rate": 1.0})
         cards.insert(0, messages.MakeTable("t/seen", 1, "float32", key_of(0, "t"), 0.0, "sgd", one, evict, 1000))
@@ -60,7 +71,7 @@ def content(journal: Journal, round_: int) -> dict[int, list[bytes]]:
     return found
 
 
-def killed_at(tables: ServerTables, line: int, rounds: range) -> bool:
+def killed_at(tables: Tables, line: int, rounds: range) -> bool:
     """Make rounds until this line is reached; whether it was."""
     left = line
 
@@ -86,10 +97,25 @@ def killed_at(tables: ServerTables, line: int, rounds: range) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("evict, seen", [(0, 0), (2, 0), (2, 2)])
-def test_rows_of_a_whole_round_are_there_wherever_it_is_killed(evict: int, seen: int) -> None:
+@pytest.mark.parametrize(
+    "evict, seen, calls, more",
+    [
+        (0, 0, {}, {}),
+        (2, 0, {}, {}),
+        (2, 2, {}, {}),
+        (0, 0, {4: "set", 5: "remove"}, {"limit": 9, "evict_by": "count"}),
+        (2, 2, {4: "remove", 5: "set"}, {"evict_after": 3}),
+    ],
+)
+def test_rows_of_a_whole_round_are_there_wherever_it_is_killed(
+    evict: int, seen: int, calls: dict[int, str], more: dict[str, Any]
+) -> None:
     names = ["t/seen", "t"] if seen else ["t"]
-    undisturbed, contents, counts = made(evict, seen), dict[tuple[str, int], Any](), dict[tuple[str, int], Any]()
+    undisturbed, contents, counts = (
+        made(evict, seen, calls, more),
+        dict[tuple[str, int], Any](),
+        dict[tuple[str, int], Any](),
+    )
     for round_ in range(1, ROUNDS + 1):
         push(undisturbed, round_)
         for name in names:
@@ -97,7 +123,7 @@ def test_rows_of_a_whole_round_are_there_wherever_it_is_killed(evict: int, seen:
             counts[name, round_] = undisturbed.journal(name).available_rounds()[0]
     line, went_back, step = 0, set(), 7
     while True:
-        tables = made(evict, seen)
+        tables = made(evict, seen, calls, more)
         for round_ in range(1, ROUNDS - 1):
             push(tables, round_)
         entries = {entry.card.table: entry for entry in decode(tables.ledger_entry(), type=list[TableEntry])}
@@ -124,7 +150,7 @@ def test_rows_of_an_undone_round_leave_nothing_to_those_that_get_their_places() 
     def update(rows: TableRows, step: int, *ids: int) -> None:
         rows.journal.open()
         rows.update(np.array(ids), np.full((len(ids), 2), step, np.float32), step)
-        rows.journal.close((step, 0, 0), [step])
+        rows.journal.close((step, 0, 0, 0, 0, 0, 0), [step])
 
     found = []
     for undone in ((), (3, 4, 5)):

@@ -157,10 +157,14 @@ def test_a_full_machine_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.slow
 @settings(max_examples=25, deadline=None)
-@given(st.integers(0, 2**32), st.sampled_from([(1, 0), (3, 0), (0, 700), (0, 5000), (4, 3000)]))
-def test_many_rows_come_and_go(seed: int, life: tuple[int, int]) -> None:
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from([(1, 0), (3, 0), (0, 700), (0, 5000), (4, 3000)]),
+    st.sampled_from(["age", "count"]),
+)
+def test_many_rows_come_and_go(seed: int, life: tuple[int, int], by: str) -> None:
     random, (evict, limit) = np.random.default_rng(seed), life
-    table = TableRows(card_of(1, "float64", bound=0.0, rate=1.0, evict=evict), limit)
+    table = TableRows(card_of(1, "float64", bound=0.0, rate=1.0, evict=evict, evict_by=by), limit)
     alive: dict[int, list[int]] = {}  # of each id the update that named it last, and how many have
     most = 0
     for step in range(1, 40):
@@ -169,7 +173,7 @@ def test_many_rows_come_and_go(seed: int, life: tuple[int, int]) -> None:
         for one in ids.tolist():
             alive[one] = [step, alive.get(one, [0, 0])[1] + 1]
         most = max(most, len(alive))
-        order = sorted(alive, key=lambda one: (alive[one][0], one))
+        order = sorted(alive, key=lambda one: (alive[one][1] if by == "count" else 0, alive[one][0], one))
         order = [one for one in order if not (evict and alive[one][0] <= step - evict)]
         alive = {one: alive[one] for one in (order[-limit:] if limit else order)}
         assert table.count == len(alive)
