@@ -194,6 +194,37 @@ def narrow_bfloat16(x: np.float32) -> np.uint16:
     return np.uint16(nan if x != x else rounded)
 
 
+@njit(inline="always")
+def narrow_at_random_bfloat16(x: np.float32, word: np.uint64) -> np.uint16:
+    """Convert a float32 to the bits of one of the two nearest bfloat16.
+
+    The higher absolute value has the probability of the distance to the lower one. With u = (word >> 11) / 2^53 it is
+    chosen if (distance to the lower one) / (distance between both) + u >= 1.
+    """
+    bits = bits_of(x)
+    if bits & np.uint32(0x7FFFFFFF) >= np.uint32(0x7F800000):
+        return narrow_bfloat16(x)
+    return np.uint16(np.uint32(bits + np.uint32(word >> np.uint64(48))) >> np.uint32(16))
+
+
+@njit(inline="always")
+def narrow_at_random_float16(x: np.float32, word: np.uint64) -> np.uint16:
+    """Convert a float32 to the bits of one of the two nearest float16, as `narrow_at_random_bfloat16` does."""
+    bits = bits_of(x)
+    size, sign = bits & np.uint32(0x7FFFFFFF), np.uint16((bits >> np.uint32(16)) & np.uint32(0x8000))
+    if size >= np.uint32(0x7F800000):
+        return narrow_float16(x)
+    if size >= np.uint32(0x38800000):
+        # Adding 13 random bits carries into the bits that are kept. 112 is the difference of the exponents' biases.
+        half = np.uint32(np.uint32(size + np.uint32(word >> np.uint64(51))) >> np.uint32(13)) - np.uint32(112 << 10)
+        return sign | np.uint16(min(half, np.uint32(0x7C00)))
+    # Numbers below 2^-14 are multiples of 2^-24 in float16.
+    steps = np.float64(float_of(size)) * 16777216.0
+    below = np.floor(steps)
+    up = steps - below >= np.float64(np.int64((1 << 53) - np.int64(word >> np.uint64(11)))) * (1.0 / (1 << 53))
+    return sign | np.uint16(np.int64(below) + np.int64(up))
+
+
 @intrinsic
 def sum_of_128(typingctx: Context, array: types.Type, start: types.Type) -> Typed:
     """Return the sum of the 128 elements from `start` on, added in NumPy's order.
@@ -341,6 +372,8 @@ CONVERSIONS: dict[str, Any] = {
     "narrow_float16": narrow_float16,
     "widen_bfloat16": widen_bfloat16,
     "narrow_bfloat16": narrow_bfloat16,
+    "narrow_at_random_float16": narrow_at_random_float16,
+    "narrow_at_random_bfloat16": narrow_at_random_bfloat16,
     "float_of": float_of,
     "bits_of": bits_of,
     "sum_of_128": sum_of_128,

@@ -3,8 +3,9 @@
     @compiled("stored[], const wide[]")
     def scale(out, factors): ...
 
-The kernel gets an array of float16 or bfloat16 as uint16; `widen` and `narrow` convert its elements. A call returns 0
-if the kernel cannot run, and then nothing has been changed. A kernel that runs must return another number.
+The kernel gets an array of float16 or bfloat16 as uint16; `widen`, `narrow` and `narrow_at_random` convert its
+elements. A call returns 0 if the kernel cannot run, and then nothing has been changed. A kernel that runs must return
+another number.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Compiled:
 
     def _kernel(self, dtype: str) -> engine.Kernel:
         text, stored = self._text, "uint16" if "16" in dtype else dtype
-        for word in ("widen", "narrow"):
+        for word in ("widen", "narrow", "narrow_at_random"):
             text = text.replace(f"{word}(", f"{word}_{dtype}(" if "16" in dtype else "(")
         text = text.replace("values_at(", f"{stored}_at(")
         types = self._types.replace("stored", stored).replace("wide", WIDE.get(dtype, dtype)).split(", ")
@@ -109,3 +110,7 @@ def widen(x: Any) -> Any:
 
 def narrow(x: Any) -> Any:
     """Convert to the dtype of a kernel's first array. Only for use in kernels, whose compiler replaces it."""
+
+
+def narrow_at_random(x: Any, word: Any) -> Any:
+    """Round to one of the two nearest float16 or bfloat16 by 64 random bits. Only for use in kernels, like `narrow`."""

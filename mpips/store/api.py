@@ -226,6 +226,7 @@ class KVStore(NotCopyable):
         limit: int | None = None,
         evict_by: str | None = None,
         evict_after: str | float | None = None,
+        rounding: str = "nearest",
         **options: Any,
     ) -> Table:
         """Create an embedding table. Servers create a row when it is first pushed to. Collective over all workers.
@@ -237,7 +238,8 @@ class KVStore(NotCopyable):
         Args:
             name: A name that no key and no other table has.
             dim: Number of values in a row.
-            dtype: "float32" or "float64".
+            dtype: "float16", "bfloat16", "float32" or "float64". Rows of 16 bits are updated in float32, and have
+                optimizer state in float32.
             init: The first values: `mpips.uniform`, `mpips.normal`, `mpips.truncated_normal`, `mpips.constant`, or a
                 function of ids that `mpips.register_init` has made known. None: `mpips.uniform(0.05)`.
             optimizer: "sgd", "adagrad", "row_adagrad" (one accumulator for each row), "adam" (its bias correction
@@ -253,6 +255,9 @@ class KVStore(NotCopyable):
                 oldest last update comes first, then the smallest id. None: "age".
             evict_after: Drop rows whose last update is at least this long ago on the wall clock of worker 0: "7d",
                 "12h", "30m", "90s", or seconds. None: keep all rows.
+            rounding: How updated rows of float16 or bfloat16 are rounded: to "nearest", or "stochastic", which means
+                at random to one of the two neighbours. The random numbers depend only on seed, table name, id, number
+                of the update and column.
             options: The optimizer's hyperparameters, such as `learning_rate`, which may be a schedule, whose steps are
                 the updates of the table. All optimizers take `clipnorm`, which scales a row's summed gradient down to
                 this norm, and all but "ftrl" take `weight_decay`, which is decoupled as in AdamW.
@@ -270,7 +275,8 @@ class KVStore(NotCopyable):
         from mpips.tables.make import TableOptions, make
 
         with self._route.marked("table"):
-            chosen = TableOptions(dim, dtype, init, optimizer, seed, admit, evict, limit, evict_by, evict_after)
+            life = admit, evict, limit, evict_by, evict_after
+            chosen = TableOptions(dim, dtype, init, optimizer, seed, *life, rounding)
             return make(self.worker, self._route, name, chosen, options)
 
     def recut(self, keys: Sequence[Name], new: Mapping[Name, int]) -> None:

@@ -6,7 +6,8 @@ rows in a server's memory).
 
 On a server: `service` (requests in, answers out), `rounds` (when pushes are applied), `rows`, `index` and `places`
 (the position of each id's row, and which rows are dropped), `initial` (first values), `admission` (which ids get a
-row), `row_optimizers` (update rules), `kernels` (compiled loops), `journal` (keeps the previous round for a recovery).
+row), `row_optimizers` (update rules), `halves` (rows of float16 and bfloat16), `kernels` (compiled loops), `journal`
+(keeps the previous round for a recovery).
 
 For both: `messages`, and `files` (checkpoints and exports). After a death: `plan` (where each server's rows come from),
 `mover` (moves rows to other servers), `mirror` (a second copy on another host). `kind` connects tables to the store.

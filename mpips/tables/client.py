@@ -30,7 +30,7 @@ from mpips.store.remote.setup import Setup
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import RoomError
 from mpips.store.transport import frames
-from mpips.tables import eviction, kernels, messages
+from mpips.tables import eviction, halves, kernels, messages
 from mpips.tables.in_place import RowsInPlace
 from mpips.tables.initial import FirstValues
 from mpips.tables.messages import decode_answer
@@ -316,7 +316,7 @@ class RemoteTables:
         if push.sets:
             block.rows[0][block.places[0][last]] = rows[last]
         else:
-            sum_into(block.rows[0], rows, block.places[0])
+            (halves.sum_into if halves.is_half(rows.dtype) else sum_into)(block.rows[0], rows, block.places[0])
         self._pushes.setdefault(table.name, []).append(block.memory)
         return [self._link.post_request_with(server, *block.body(server)) for server in range(self._servers)]
 

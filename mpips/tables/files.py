@@ -95,7 +95,7 @@ class TableRecord(msgspec.Struct):
         """Raise ValueError if a number is out of range, or if this process does not have the optimizer."""
         label, card = f"{path}: table {self.name!r}", self.card
         if card.dtype not in DTYPES:
-            raise ValueError(f"{label} is of {card.dtype}, and a table holds float32 or float64: save it anew")
+            raise ValueError(f"{label} is of {card.dtype}, and a table holds {', '.join(DTYPES)}: save it anew")
         for word, number, least in (("dim", card.dim, 1), ("updates", self.updates, 0), ("rows", self.rows, 0)):
             if not least <= number <= MOST:
                 raise ValueError(f"{label} has {word} {number}: give one in [{least}, 2**63)")

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from mpips.collectives.fabric.arena import Region, SparseFile
 from mpips.store.keys.row_sums import Ids
 from mpips.tables import index, kernels
+from mpips.tables.halves import is_half
 from mpips.tables.initial import FirstValues
 from mpips.tables.journal import CLOSED, HERE, OPENED, REFUSALS, WORDS
 from mpips.tables.messages import MakeTable, TablePlaces
@@ -55,7 +56,10 @@ class RowsInPlace:
         self._done: Any = memoryview(file.view(places["done"], (2, workers), np.uint64))  # type: ignore[arg-type]
         self._index = file.view(places["index"], (index.WORDS,), np.uint64)
         self._ids = file.view(places["ids"], (capacity,), np.int64)
-        self._values = file.view(places["values"], (capacity * card.dim,), np.dtype(card.dtype))
+        dtype = np.dtype(card.dtype)
+        # Compiled loops read float16 and bfloat16 as uint16.
+        kind = np.dtype(np.uint16) if is_half(dtype) else dtype
+        self._values = file.view(places["values"], (capacity * card.dim,), kind)
         self._server = np.array(server, np.uint64)
         self._first_values = FirstValues(card)
         # the contents of `_index` when `_slots` and `_growing` were mapped

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from mpips.collectives.errors import of_caller
 from mpips.collectives.kernels.function import Compiled
 from mpips.collectives.kernels.quiet import quiet
+from mpips.optimizers.base import working_dtype
 from mpips.store.keys.row_sums import GOLDEN, Ids, Places, mixed
 from mpips.tables import kernels
 from mpips.tables.messages import MakeTable
@@ -224,7 +225,8 @@ class FirstValues:
         except Exception as error:
             first = f"{len(ids)} ids, the first {ids[0]}"
             raise ValueError(f"{what} failed for {first}: {type(error).__name__}: {error}") from error
-        if values.shape != wanted or not np.can_cast(values.dtype, dtype, "same_kind"):
+        # The check is for the dtype in which rows are updated, because NumPy would let complex numbers become bfloat16.
+        if values.shape != wanted or not np.can_cast(values.dtype, working_dtype(dtype), "same_kind"):
             raise ValueError(
                 f"{what} returned {values.dtype.name} of shape {values.shape}, and {wanted[0]} ids need {dtype.name} "
                 f"of shape {wanted}: return a row for each id"
@@ -233,7 +235,10 @@ class FirstValues:
 
 
 def first_rows(key: int, init: Init, ids: Ids, dim: int, dtype: np.dtype) -> Iterator[tuple[slice, Array]]:
-    """Yield random first values of rows piece by piece, as (slice of `ids`, values (k, dim))."""
+    """Yield random first values of rows piece by piece, as (slice of `ids`, values (k, dim)).
+
+    Values of float16 and bfloat16 are rounded to float32 first.
+    """
     columns = np.arange(1, dim + 1, dtype=np.uint64) * np.uint64(GOLDEN)
     step = max(1, MADE_AT_ONCE // dim)
     for start in range(0, len(ids), step):
@@ -244,7 +249,7 @@ def first_rows(key: int, init: Init, ids: Ids, dim: int, dtype: np.dtype) -> Ite
             values = uniforms(words) * (2 * init.spread / (1 << 53)) - (init.spread - init.mean)
         else:
             values = normals(words, SHARES[init.rule]) * init.spread + init.mean
-        yield piece, values.astype(dtype)
+        yield piece, values.astype(working_dtype(np.dtype(dtype)), copy=False).astype(dtype, copy=False)
 
 
 def uniforms(words: NDArray[np.uint64]) -> NDArray[np.float64]:

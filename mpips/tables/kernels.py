@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpips.collectives.kernels import engine
-from mpips.collectives.kernels.function import Compiled, compiled
+from mpips.collectives.kernels.function import Compiled, compiled, narrow, narrow_at_random, widen
+from mpips.optimizers.base import working_dtype
 from mpips.store.keys.row_sums import AHEAD, CONSTANTS, GOLDEN, add_rows, merge
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 Array = np.ndarray
 FLOATS = ("float32", "float64")
+HALVES = ("float16", "bfloat16")
+# dtypes of rows; optimizers only get FLOATS
+ROWS = (*HALVES, *FLOATS)
 IDS = ("int64",)
 # NumPy sums rows longer than this number pairwise, in parts. Loops that sum over a row cannot reproduce this order, and
 # return 0 for such rows.
@@ -32,7 +36,9 @@ SUMS = {**CONSTANTS, "PAIRWISE": PAIRWISE}
 def load(dtype: np.dtype, loops: Sequence[Compiled]) -> None:
     """Load compiled loops. Blocking, up to some seconds if they have to be compiled."""
     for loop in loops:
-        if loop.prepare(dtype) is None:
+        # A loop is for rows and the dtype in which they are updated, or for ids.
+        kinds = [loop.prepare(kind) for kind in (dtype, working_dtype(dtype))]
+        if not any(kinds):
             loop.prepare(np.dtype(np.int64))
     engine.load_all()
 
@@ -87,7 +93,7 @@ def insert(ids: Array, slots: Array, positions: Array) -> int:
     return 1
 
 
-@compiled("stored[], const int64[], const int64[], const uint64[], const float64[], int64", FLOATS, CONSTANTS)
+@compiled("stored[], const int64[], const int64[], const uint64[], const float64[], int64", ROWS, CONSTANTS)
 def first_values(values: Array, ids: Array, rows: Array, key: Array, spread: Array, dim: int) -> int:
     """Write the first values of ids into the rows `rows`.
 
@@ -100,11 +106,11 @@ def first_values(values: Array, ids: Array, rows: Array, key: Array, spread: Arr
         v_ = values[rows[i] * dim : (rows[i] + 1) * dim]
         for k in range(v_.size):
             word = mixed64(stream + np.uint64(k + 1) * np.uint64(GOLDEN)) >> np.uint64(11)
-            v_[k] = np.float64(np.int64(word)) * spread[0] - spread[1]
+            v_[k] = narrow(np.float64(np.int64(word)) * spread[0] - spread[1])
     return 1
 
 
-@compiled("stored[], const int64[], const int64[], const uint64[], const float64[], int64", FLOATS, CONSTANTS)
+@compiled("stored[], const int64[], const int64[], const uint64[], const float64[], int64", ROWS, CONSTANTS)
 def first_normals(values: Array, ids: Array, rows: Array, key: Array, numbers: Array, dim: int) -> int:
     """Write normally distributed first values like `initial.normals`. Arguments as in `first_values`.
 
@@ -142,14 +148,14 @@ def first_normals(values: Array, ids: Array, rows: Array, key: Array, numbers: A
                 x = above / (below * r + 1.0)
                 if q > 0:
                     x = -x
-            v_[k] = x * numbers[1] + numbers[0]
+            v_[k] = narrow(x * numbers[1] + numbers[0])
     return 1
 
 
 @compiled(
     "stored[], const stored[], const int64[], const uint32[], const uint32[], const int64[], const uint64[], "
     "int64[], int64",
-    FLOATS,
+    ROWS,
     CONSTANTS,
 )
 def read_rows(
@@ -221,6 +227,96 @@ def read_rows(
                 missing[absent] = i
                 absent += 1
     return absent + 1
+
+
+@compiled("stored[], const stored[], const int64[], int32[], wide[], int64", HALVES)
+def merge_halves(total: Array, gradients: Array, rows: Array, begun: Array, sums: Array, dim: int) -> int:
+    """Set rows of `total` to sums of gradients, added in order in float32 and then rounded once.
+
+    Args:
+        begun: Zeros, one for each row of `total`. The loop stores there 1 if a row has one gradient so far, and 2 + i
+            if it has several, whose sum is row i of `sums`.
+        sums: Scratch memory for the sums of all rows that have several gradients.
+    """
+    count = 0
+    for i in range(rows.size):
+        row = rows[i]
+        t_, g_ = total[row * dim : (row + 1) * dim], gradients[i * dim : (i + 1) * dim]
+        if begun[row] == 0:
+            begun[row] = 1
+            for k in range(g_.size):
+                t_[k] = g_[k]
+            continue
+        if begun[row] == 1:
+            begun[row] = 2 + count
+            count += 1
+            s_ = sums[(count - 1) * dim : count * dim]
+            for k in range(s_.size):
+                s_[k] = widen(t_[k])
+        s_ = sums[(begun[row] - 2) * dim : (begun[row] - 1) * dim]
+        for k in range(s_.size):
+            s_[k] += widen(g_[k])
+    for row in range(begun.size):
+        if begun[row] > 1:
+            t_, s_ = total[row * dim : (row + 1) * dim], sums[(begun[row] - 2) * dim : (begun[row] - 1) * dim]
+            for k in range(s_.size):
+                t_[k] = narrow(s_[k])
+    return 1
+
+
+@compiled("const stored[], wide[], const int64[], uint8[], int64", HALVES, CONSTANTS)
+def add_halves(gradients: Array, total: Array, rows: Array, begun: Array, dim: int) -> int:
+    """Add gradients to rows of `total`, which is float32, like `add_rows`."""
+    for i in range(rows.size):
+        ahead = rows[min(i + AHEAD, rows.size - 1)] * dim
+        prefetch(total, ahead)
+        row = rows[i]
+        t_, g_ = total[row * dim : (row + 1) * dim], gradients[i * dim : (i + 1) * dim]
+        if begun[row]:
+            for k in range(g_.size):
+                t_[k] += widen(g_[k])
+        else:
+            begun[row] = 1
+            for k in range(g_.size):
+                t_[k] = widen(g_[k])
+    return 1
+
+
+@compiled("const stored[], wide[], const int64[], int64", ROWS, CONSTANTS)
+def take_rows(values: Array, out: Array, rows: Array, dim: int) -> int:
+    """Write the rows `rows` of `values` into `out`, which is float32 if `values` is float16 or bfloat16."""
+    for i in range(rows.size):
+        ahead = rows[min(i + AHEAD, rows.size - 1)] * dim
+        for k in range(0, dim, 16):
+            prefetch(values, ahead + k)
+        v_, o_ = values[rows[i] * dim : (rows[i] + 1) * dim], out[i * dim : (i + 1) * dim]
+        for k in range(o_.size):
+            o_[k] = widen(v_[k])
+    return 1
+
+
+@compiled("stored[], const wide[], const int64[], int64", ROWS)
+def put_rows(values: Array, wide: Array, rows: Array, dim: int) -> int:
+    """Write `wide` into the rows `rows` of `values`. float16 and bfloat16 are rounded to nearest."""
+    for i in range(rows.size):
+        v_, w_ = values[rows[i] * dim : (rows[i] + 1) * dim], wide[i * dim : (i + 1) * dim]
+        for k in range(w_.size):
+            v_[k] = narrow(w_[k])
+    return 1
+
+
+@compiled("stored[], const wide[], const int64[], const int64[], const uint64[], int64", HALVES, CONSTANTS)
+def put_rows_at_random(values: Array, wide: Array, rows: Array, ids: Array, numbers: Array, dim: int) -> int:
+    """Write float32 rows like `put_rows`, but round like `halves.rounded_at_random`.
+
+    `numbers`: the table's key for rounding, and the number of the update times GOLDEN.
+    """
+    for i in range(rows.size):
+        stream = mixed64(mixed64(np.uint64(ids[i]) ^ numbers[0]) + numbers[1])
+        v_, w_ = values[rows[i] * dim : (rows[i] + 1) * dim], wide[i * dim : (i + 1) * dim]
+        for k in range(w_.size):
+            v_[k] = narrow_at_random(w_[k], mixed64(stream + np.uint64(k + 1) * np.uint64(GOLDEN)))
+    return 1
 
 
 @compiled("stored[], const stored[], const int64[], const stored[], int64", FLOATS, CONSTANTS)
@@ -405,5 +501,5 @@ def clip(out: Array, gradients: Array, most: Array, dim: int) -> int:
     return 1
 
 
-OF_WORKERS = merge, add_rows, read_rows
-OF_SERVERS = merge, add_rows, find, insert
+OF_WORKERS = merge, add_rows, merge_halves, read_rows
+OF_SERVERS = merge, add_rows, find, insert, add_halves, take_rows, put_rows, put_rows_at_random

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from mpips.collectives.errors import warn
@@ -19,6 +20,7 @@ from mpips.store.worker.route import Route
 from mpips.store.worker.store import WorkerStore
 from mpips.tables import eviction, initial, row_optimizers
 from mpips.tables.admission import Chance, Seen
+from mpips.tables.halves import is_half
 from mpips.tables.initial import FirstValues, key_of, uniform
 from mpips.tables.messages import COUNTS, DTYPES, MakeTable, TableOptions
 from mpips.tables.table import MOST_BYTES, Table, whole, with_name
@@ -28,6 +30,7 @@ from mpips.tables.worker import WorkerTables
 DEFAULT_INIT = uniform(0.05)
 # `evict`, `limit` and the number of updates of a table are below this: ages of rows are int32.
 MOST_COUNT = 1 << 31
+ROUNDINGS = ("nearest", "stochastic")
 
 
 def make(store: WorkerStore, route: Route, name: Any, options: TableOptions, numbers: dict[str, Any]) -> Table:
@@ -85,7 +88,7 @@ def _checked(store: WorkerStore, name: str, options: TableOptions, numbers: dict
 
     In the result `optimizer` is an object with the hyperparameters `numbers`.
     """
-    dim, dtype, init, optimizer, seed, admit, evict, limit, evict_by, evict_after = options
+    dim, dtype, init, optimizer, seed, admit, evict, limit, evict_by, evict_after, rounding = options
     servers, collections = store.layout.num_servers, store.collections
     if not (admit is None or isinstance(admit, (Seen, Chance))):
         raise ValueError(f"table {name!r}: admit={admit!r}: give mpips.seen(times), mpips.chance(probability) or None")
@@ -99,12 +102,19 @@ def _checked(store: WorkerStore, name: str, options: TableOptions, numbers: dict
     except TypeError:
         dtype = repr(dtype).removeprefix("torch.")
     if dtype not in DTYPES:
-        raise ValueError(f"table {name!r}: dtype={dtype}, and a table holds {' or '.join(DTYPES)}: give one of them")
+        raise ValueError(f"table {name!r}: dtype={dtype}, and a table holds {', '.join(DTYPES)}: give one of them")
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"table {name!r}: rounding={rounding!r}: give {' or '.join(map(repr, ROUNDINGS))}")
+    if rounding != "nearest" and not is_half(np.dtype(dtype)):
+        raise ValueError(
+            f"table {name!r}: rounding={rounding!r} is for rows of float16 or bfloat16, and these are {dtype}: "
+            "leave it out, or give another dtype"
+        )
     dim = whole(name, "dim", dim)
     if not 0 < dim <= MOST_BYTES // 8:
         raise ValueError(f"table {name!r}: dim={dim}: give at least 1 and at most {MOST_BYTES // 8}")
     init = DEFAULT_INIT if init is None else initial.checked(name, init)
-    if init.most > np.finfo(dtype).max:
+    if init.most > float(ml_dtypes.finfo(np.dtype(dtype)).max):
         raise ValueError(f"table {name!r}: init={init!r} is infinite in {dtype}: give a smaller one")
     if isinstance(admit, Seen):
         _check_count(name, "remember", admit.remember, servers)
@@ -119,6 +129,7 @@ def _checked(store: WorkerStore, name: str, options: TableOptions, numbers: dict
         _check_count(name, "limit", limit, servers),
         _check_evict_by(name, evict_by, limit),
         None if evict_after is None else with_name(name, lambda: eviction.span_of(evict_after)),
+        rounding,
     )
     # Try the rule, so that a function that cannot give rows raises here and not on a server.
     FirstValues(card_of(name, checked)).write(np.empty((1, dim), dtype), np.zeros(1, np.int64), np.zeros(1, np.int64))
@@ -145,6 +156,7 @@ def card_of(name: str, options: TableOptions) -> MakeTable:
         evict_after=options.evict_after or 0,
         init=options.init.rule,
         mean=options.init.mean,
+        stochastic=options.rounding == "stochastic",
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import ml_dtypes  # noqa: F401  (NumPy then knows bfloat16 by name)
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ from mpips.store.transport.frames import Bytes, RequestDone
 # suffix of the name of the hidden table that counts updates of ids without a row
 COUNTS = "/seen"
 # dtypes of values
-DTYPES = ("float32", "float64")
+DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 class TableOptions(NamedTuple):
@@ -37,6 +38,7 @@ class TableOptions(NamedTuple):
     limit: Any
     evict_by: Any = None
     evict_after: Any = None
+    rounding: Any = "nearest"
 
 
 class MakeTable(msgspec.Struct, tag=True):
@@ -68,6 +70,8 @@ class MakeTable(msgspec.Struct, tag=True):
     # the rule of first values (`initial.Init`): its name, and the mean; the spread is `bound`
     init: str = "uniform"
     mean: float = 0.0
+    # True if rows of float16 or bfloat16 are rounded at random (see `halves`), False if they are rounded to nearest
+    stochastic: bool = False
 
     @property
     def table_of_counts(self) -> str:

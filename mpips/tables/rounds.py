@@ -38,7 +38,7 @@ from mpips.store.keys.row_sums import Ids, last_places, summed
 from mpips.store.server.late import BEFORE_LEAVING, Wait
 from mpips.store.server.service import Answers, Asker, Payload
 from mpips.store.transport import frames
-from mpips.tables import admission, messages, row_optimizers
+from mpips.tables import admission, halves, messages, row_optimizers
 from mpips.tables.eviction import SCORE
 from mpips.tables.journal import HERE, REFUSALS, TORN, RowsRound
 from mpips.tables.mirror import RowMirror
@@ -460,7 +460,8 @@ class ServerTable:
                 )
 
     def _update(self, pushes: Sequence[TablePush]) -> None:
-        ids, gradients = summed([(push.ids, push.gradients) for push in pushes])
+        sum_up = halves.summed if halves.is_half(pushes[0].gradients.dtype) else summed
+        ids, gradients = sum_up([(push.ids, push.gradients) for push in pushes])
         scores = self._scores_of(ids, pushes)
         if self.seen_counts is not None or self.card.chance < 1:
             admitted = self._admitted(ids)

@@ -26,8 +26,9 @@ from numpy.typing import NDArray
 from mpips.collectives.fabric import arena
 from mpips.collectives.fabric.arena import SparseFile
 from mpips.collectives.kernels.quiet import quiet
+from mpips.optimizers.base import working_dtype
 from mpips.store.keys.row_sums import Ids, update_in_blocks
-from mpips.tables import index, row_optimizers
+from mpips.tables import halves, index, row_optimizers
 from mpips.tables.eviction import AGE, COUNT
 from mpips.tables.index import MOST_ROWS, Positions
 from mpips.tables.initial import FirstValues
@@ -50,8 +51,8 @@ def arrays_of(card: MakeTable) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
     Raises ValueError or TypeError if this process does not have the optimizer.
     """
     dim, dtype = card.dim, np.dtype(card.dtype)
-    optimizer = row_optimizers.decode(card.optimizer, card.numbers)
-    state = {f"state{number}": (dtype, (width,)) for number, width in enumerate(optimizer.widths(dim))}
+    optimizer, wide = row_optimizers.decode(card.optimizer, card.numbers), working_dtype(dtype)
+    state = {f"state{number}": (wide, (width,)) for number, width in enumerate(optimizer.widths(dim))}
     counts = {"counts": (np.dtype(np.int32), ())} if optimizer.counts_updates else {}
     scores = {"scores": (np.dtype(np.float64), ())} if card.evict_by != AGE else {}
     times = {"times": (np.dtype(np.int64), ())} if card.evict_after else {}
@@ -80,6 +81,7 @@ class TableRows:
         workers: int = 0,
     ) -> None:
         self.first_values = FirstValues(card)
+        self._rounding = halves.Rounding(card.key, card.stochastic) if halves.is_half(np.dtype(card.dtype)) else None
         self.optimizer = row_optimizers.decode(card.optimizer, card.numbers)
         self._file = SparseFile() if file is None else file
         # name of an array, or "words", "done" or "index" -> offset in the file
@@ -148,6 +150,8 @@ class TableRows:
     def update(self, ids: Ids, gradients: Array, step: int) -> None:
         """Update the rows of distinct ids with gradients (k, dim). Rows that do not exist are made.
 
+        Gradients of rows of float16 and bfloat16 are float32.
+
         `step` is the number of this update of the table, counted from 1. Schedules and ages of rows use it. If this
         raises MemoryError, nothing has changed.
         """
@@ -178,7 +182,9 @@ class TableRows:
         if self._counts is not None:
             counts = self._counts[at] + 1
             self._counts[at] = counts
-        if not self.optimizer.update_at(at, self._values, gradients, self._state, counts, step):
+        if self._rounding is not None:
+            self._update_halves(self._rounding, at, ids, gradients, counts, step)
+        elif not self.optimizer.update_at(at, self._values, gradients, self._state, counts, step):
             self._update_blocks(at, gradients, counts, step)
         self._note_use(at, scores)
 
@@ -216,6 +222,24 @@ class TableRows:
             self.optimizer.update(values, gradients[block], state, None if counts is None else counts[block], step)
 
         update_in_blocks(at, [self._values, *self._state], step_rows, update)
+
+    @quiet
+    def _update_halves(
+        self, rounding: halves.Rounding, at: Positions, ids: Ids, gradients: Array, counts: Array | None, step: int
+    ) -> None:
+        """Update rows of float16 or bfloat16 in blocks, by float32 copies of a block's rows. Gradients are float32."""
+        step_rows = max(1, BLOCK_BYTES // self.row_bytes)
+        for start in range(0, len(at), step_rows):
+            block = slice(start, start + step_rows)
+            places = at[block]
+            here = np.arange(len(places))
+            values, *state = (halves.widened(array, places) for array in (self._values, *self._state))
+            some = None if counts is None else counts[block]
+            if not self.optimizer.update_at(here, values, gradients[block], state, some, step):
+                self.optimizer.update(values, gradients[block], state, some, step)
+            rounding.put(self._values, places, values, ids[block], step)
+            for array, rows in zip(self._state, state):
+                halves.put(array, places, rows)
 
     def remove(self, ids: Ids) -> int:
         """Drop the rows of those ids that have one, and return their number. No id may repeat."""

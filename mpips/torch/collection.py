@@ -12,7 +12,7 @@ from torch.nn import functional
 from mpips.collectives.errors import of_caller
 from mpips.tables.table import Table, check_one_store, pull_rows
 from mpips.torch.embedding import MODES, Embedding, check_ids
-from mpips.torch.tensors import uncompiled
+from mpips.torch.tensors import from_array, uncompiled
 
 
 @uncompiled("_pull")
@@ -131,7 +131,7 @@ class EmbeddingBagCollection(nn.Module):
         places_of, rows = {}, {}
         for rows_of, features, wanted, places, handle in found:
             array = pulled[rows_of.table] if handle is None else handle.wait()
-            leaf = rows_of.follow_gradient(wanted, torch.from_numpy(array))
+            leaf = rows_of.follow_gradient(wanted, from_array(array))
             for feature, part in zip(features, places):
                 places_of[feature], rows[feature] = part.view(ids[feature].shape), leaf
         return places_of, rows

@@ -28,7 +28,7 @@ from torch.nn import functional
 from mpips.collectives.errors import of_caller, warn
 from mpips.store.runtime.engine import Handle
 from mpips.tables.table import Table, by_store, push_together
-from mpips.torch.tensors import check_on_host, find_overflow, uncompiled
+from mpips.torch.tensors import check_on_host, find_overflow, from_array, uncompiled
 
 MODES = ("sum", "mean")
 WHERE = "give numbers such as the rate to kv.table or table.update_optimizer"
@@ -195,7 +195,7 @@ class TableModule(nn.Module):
             graph.
         """
         wanted, places, handle = self.find_prefetched(ids)
-        rows = torch.from_numpy(self.table.pull(wanted.numpy()) if handle is None else handle.wait())
+        rows = from_array(self.table.pull(wanted.numpy()) if handle is None else handle.wait())
         padding = [] if self.padding_idx is None else (wanted == self.padding_idx).nonzero().flatten().tolist()
         rows[padding] = 0
         return places, self.follow_gradient(wanted, rows), padding[0] if padding else None
@@ -383,7 +383,7 @@ class TableOptimizer:
             ids, gradients = _joined(table, parts)
             if table.contributors > 1:
                 gradients = gradients / table.contributors
-            pushes.append((table, ids.numpy(), gradients.contiguous().numpy()))
+            pushes.append((table, ids.numpy(), gradients.contiguous()))
         push_together(pushes)
         for module in self._modules:
             module.note_push()
@@ -413,6 +413,6 @@ def _joined(table: Table, parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, T
     if len(parts) == 1:
         return parts[0]
     if not parts:
-        return torch.from_numpy(np.empty(0, np.int64)), torch.from_numpy(np.empty((0, table.dim), table.dtype))
+        return torch.from_numpy(np.empty(0, np.int64)), from_array(np.empty((0, table.dim), table.dtype))
     ids, gradients = zip(*parts)
     return torch.cat(ids), torch.cat(gradients)

@@ -114,6 +114,13 @@ def flatten_result(tensor: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
     return result, copy_back
 
 
+def from_array(array: NDArray[Any]) -> Tensor:
+    """Return a tensor that shares an array's memory. PyTorch does not know NumPy's bfloat16, but has the type."""
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
 def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
     """Return the memory of a contiguous host tensor as bytes, without a copy."""
     if not tensor.numel():

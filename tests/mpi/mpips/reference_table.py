@@ -11,7 +11,7 @@ import numpy as np
 
 from mpips.optimizers.base import at
 from mpips.store.checkpoint.file import TensorFile
-from mpips.store.keys.row_sums import owners_of
+from mpips.store.keys.row_sums import mixed, owners_of
 from mpips.tables.admission import Chance
 from mpips.tables.initial import Init, first_rows, key_of, uniform
 
@@ -92,6 +92,20 @@ def plainly_mixed(word: int) -> int:
     return word ^ (word >> 31)
 
 
+def rounded_up_or_down(row: Any, words: Any, dtype: np.dtype) -> Any:
+    """Round a float32 row at random to float16 or bfloat16: find both neighbours of each number, and choose."""
+    with np.errstate(over="ignore"):
+        near = row.astype(dtype)
+    size, bits = np.abs(row.astype(np.float64)), np.abs(near).view(np.uint16)
+    # the neighbour that is not above, and the one after it, as bits
+    low = bits - (np.abs(near).astype(np.float64) > size)
+    a, b = (each.view(dtype).astype(np.float64) for each in (low, low + np.uint16(1)))
+    # infinity stands for the power of two behind the largest number
+    b = np.where(np.isinf(b), 2.0 ** (16 if dtype.name == "float16" else 128), b)
+    up = (size - a) / (b - a) >= 1 - (words >> np.uint64(11)).astype(np.float64) / 2**53
+    return (low + up.astype(np.uint16) | np.signbit(row).astype(np.uint16) << np.uint16(15)).view(dtype)
+
+
 IN_FILES = (
     "rows",
     "_state",
@@ -107,11 +121,11 @@ IN_FILES = (
 
 
 class ReferenceTable:
-    """Rows in a dictionary; gradients are summed from first to last.
+    """Rows in a dictionary; gradients are summed from first to last, those of 16 bits in float32.
 
     `init`: a rule of first values, or a function of ids; a number: the bound of even ones. `evict`, `limit`, `admit`,
-    `evict_by`, `evict_after` (in seconds): as `KVStore.table` says; 0: none. `servers`: how many share the limits.
-    `numbers`: of the optimizer."""
+    `evict_by`, `evict_after` (in seconds), `rounding`: as `KVStore.table` says; 0: none. `servers`: how many share the
+    limits. `numbers`: of the optimizer."""
 
     def __init__(
         self,
@@ -127,6 +141,7 @@ class ReferenceTable:
         admit: Any = None,
         evict_by: str = "age",
         evict_after: float = 0,
+        rounding: str = "nearest",
         **numbers: Any,
     ) -> None:
         self._evict_by, self._after = evict_by, round(evict_after * 10**6)
@@ -135,6 +150,7 @@ class ReferenceTable:
         self._times: dict[int, int] = {}
         self._counted_times: dict[int, int] = {}
         self.now, self.reasons, self.removed = 0, [0, 0, 0], 0  # microseconds; dropped by age, by time, by limit
+        self._stochastic = rounding == "stochastic"
         self._evict, self._limit, self.servers, self._admit = evict, limit, servers, admit
         self.numbers: Numbers = {"learning_rate": 0.1, **numbers}
         self.touched: dict[int, int] = {}
@@ -143,6 +159,7 @@ class ReferenceTable:
         self._counted: dict[int, int] = {}  # by id the update that has counted last
         self.refused = 0
         self.dim, self.dtype = dim, np.dtype(dtype)
+        self._wide = np.dtype(np.float32) if self.dtype.itemsize == 2 else self.dtype
         self._init = uniform(init) if isinstance(init, (int, float)) else init
         self._key, self._update = key_of(seed, name), UPDATES[optimizer]
         self.rows: dict[int, Any] = {}
@@ -205,22 +222,32 @@ class ReferenceTable:
         total: dict[int, Any] = {}
         for ids, gradients, *_ in pushes:
             own: dict[int, Any] = {}
-            for one, gradient in zip(ids.reshape(-1).tolist(), gradients.reshape(-1, self.dim)):
+            for one, gradient in zip(ids.reshape(-1).tolist(), gradients.reshape(-1, self.dim).astype(self._wide)):
                 own[one] = own[one] + gradient if one in own else gradient
             for one, gradient in own.items():
+                gradient = gradient.astype(self.dtype).astype(self._wide)  # as it travels
                 total[one] = total[one] + gradient if one in total else gradient
         refused = {one for one in total if one not in self.rows} - self._admitted({*total} - {*self.rows})
         self.refused += len(refused)
-        rate = self.dtype.type(at(self.numbers["learning_rate"], self.updates))
+        rate = self._wide.type(at(self.numbers["learning_rate"], self.updates))
         for one, gradient in total.items():
             if one in refused:
                 continue
             state, numbers = self._state.setdefault(one, {}), self.numbers
-            kept = self.dtype.type(1 - at(numbers["learning_rate"], self.updates) * numbers.get("weight_decay", 0))
+            kept = self._wide.type(1 - at(numbers["learning_rate"], self.updates) * numbers.get("weight_decay", 0))
             gradient = clipped(gradient, numbers.get("clipnorm", 0))
-            self.rows[one] = self._update(self._row(one) * kept, gradient, state, rate, numbers)
+            row = self._update(self._row(one).astype(self._wide) * kept, gradient, state, rate, numbers)
+            self.rows[one] = self._rounded(one, row)
             self._name(one, latest.get(one))
         self._drop()
+
+    def _rounded(self, one: int, row: Any) -> Any:
+        if not self._stochastic:
+            return row.astype(self.dtype)
+        stream = plainly_mixed((one % 2**64) ^ self._key ^ 0x2545F4914F6CDD1D)
+        stream = plainly_mixed((stream + self.updates * 0x9E3779B97F4A7C15) % 2**64)
+        columns = np.arange(1, self.dim + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        return rounded_up_or_down(row, mixed(np.uint64(stream) + columns), self.dtype)
 
     def _drop(self) -> None:
         unused, expired, excess = self._due(self.touched, self._times, self._limit, self._evict_by != "age")

@@ -110,7 +110,9 @@ class Played:
         if chosen.random() < 0.3:
             self.numbers |= {"l1": 0.1, "l2": 0.2} if optimizer == "ftrl" else {"weight_decay": 0.1}
         life = life_of(chosen, kv.layout.num_servers)
-        dim, dtype = chosen.choice(DIMS), chosen.choice(["float32", "float64"])
+        dim, dtype = chosen.choice(DIMS), chosen.choice(["float32", "float64", "float16", "bfloat16"])
+        if "16" in dtype and self.lanes == 1 and chosen.random() < 0.5:
+            life["rounding"] = "stochastic"
         inits = mpips.normal(0.1, 0.5), mpips.truncated_normal(), mpips.constant(-0.3), THIRDS[dim]
         init, seed = chosen.choice([*map(mpips.uniform, (0, 0.5, 3)), *inits]), chosen.choice([0, 3, -1, 2**70])
         if self.lanes > 1:  # what depends on the order of all pushes is left out
@@ -118,6 +120,7 @@ class Played:
             self.numbers |= {} if rates else {"learning_rate": 0.1}
             life = {"admit": life["admit"] if life["admit"] == mpips.seen(2) else None}
         if self.whole:
+            dtype = "float32"
             init, optimizer, life, self.numbers = mpips.uniform(0), "sgd", {}, {"learning_rate": 1}
         self.life = {word: value for word, value in life.items() if value is not None}
         self._kind = {"dim": dim, "dtype": dtype, "optimizer": optimizer, "seed": seed}, init
@@ -154,7 +157,10 @@ class Played:
         chosen = np.random.default_rng([*seed, worker])
         ids = self.ids(chosen, worker)
         shape = (*ids.shape, self.table.dim)
-        gradients = chosen.standard_normal(shape) * chosen.choice([0, 1e-3, 1, 1e4])
+        scale = chosen.choice([0, 1e-3, 1, 1e4])
+        if self.table.dtype == np.float16:  # sums of repeated ids travel as float16, too
+            scale = min(scale, 1)
+        gradients = chosen.standard_normal(shape) * scale
         if self.whole:
             gradients = -chosen.integers(0, 3, shape)
         scores = [chosen.integers(-3, 4, ids.shape).astype(float)] if self.models[0].by_score else []

@@ -28,14 +28,28 @@ def sevenths(ids: np.ndarray) -> np.ndarray:
 
 TABLES: dict[str, dict[str, Any]] = {
     "users": {"optimizer": "row_adam", "weight_decay": 0.1, "init": mpips.truncated_normal(0.1), "evict": 9},
-    "items": {"optimizer": "row_adagrad", "clipnorm": 1.5, "init": mpips.uniform(0.5), "admit": mpips.seen(2)},
-    "words": {"optimizer": "ftrl", "l1": 0.1, "init": sevenths, "admit": mpips.chance(0.7), "evict_after": 8},
+    "items": {
+        "optimizer": "row_adagrad",
+        "clipnorm": 1.5,
+        "init": mpips.uniform(0.5),
+        "admit": mpips.seen(2),
+        "dtype": "bfloat16",
+        "rounding": "stochastic",
+    },
+    "words": {
+        "optimizer": "ftrl",
+        "l1": 0.1,
+        "init": sevenths,
+        "admit": mpips.chance(0.7),
+        "dtype": "float16",
+        "evict_after": 8,
+    },
 }
 EVEN = {"init": mpips.uniform(0.5)}
 LIMITED: dict[str, dict[str, Any]] = {
     "tags": {"optimizer": "adam", "init": mpips.constant(0.3), "limit": 40},
     "tops": {"optimizer": "adam", "limit": 40, "evict_by": "count", "evict_after": 30, "admit": mpips.seen(2), **EVEN},
-    "stars": {"optimizer": "row_adagrad", "limit": 30, "evict_by": "score", **EVEN},
+    "stars": {"optimizer": "row_adagrad", "dtype": "bfloat16", "limit": 30, "evict_by": "score", **EVEN},
 }
 """Servers share the limit, so that what is dropped depends on how many there are."""
 COUNTED = "evicted", "evicted_unused", "evicted_by_time", "evicted_by_limit", "removed", "refused"
@@ -51,7 +65,8 @@ def batch(name: str, step: int, rank: int) -> tuple[np.ndarray, ...]:
     random = np.random.default_rng([len(name), step, rank])
     ids = random.choice(EVERY, (step + rank) % 13)
     scores = [random.integers(-5, 5, len(ids)) / 2] if name == "stars" else []
-    return ids, random.standard_normal((len(ids), DIM)).astype(np.float32), *scores
+    dtype = np.dtype((TABLES | LIMITED)[name].get("dtype", "float32"))
+    return ids, random.standard_normal((len(ids), DIM)).astype(dtype), *scores
 
 
 def kind_of(name: str, step: int) -> str:
@@ -81,7 +96,7 @@ class Expected:
     def __init__(self, job: Job) -> None:
         self._job, self.step = job, 0
         self.tables = {
-            name: ReferenceTable(name, DIM, "float32", servers=job.servers, **more)
+            name: ReferenceTable(name, DIM, servers=job.servers, **{"dtype": "float32", **more})
             for name, more in tables_of(job).items()
         }
         self._saved: dict[str, Any] = {}
@@ -172,16 +187,18 @@ def train(kv: mpips.KVStore, job: Job, folder: Path) -> tuple[dict[str, np.ndarr
 
 
 def train_alone(kv: mpips.KVStore, job: Job, folder: Path) -> tuple[dict[str, np.ndarray], list[list[int]]]:
-    """Push 1 to a row of one's own, in an asynchronous store: each counts once, but for one under way at a death."""
+    """Push 1 to a row of one's own, in an asynchronous store: each counts once, but for one under way at a death.
+
+    float16 has all whole numbers up to 2048."""
     mine, table = np.array([kv.rank]), None
     unsure = int(kv.resumed != 0)  # who takes a dead worker's place goes on with its row
     while True:
         try:
-            table = table or kv.table("t", DIM, init=mpips.uniform(0), learning_rate=1.0)
+            table = table or kv.table("t", DIM, "float16", mpips.uniform(0), learning_rate=1.0)
             while table.pushes < job.steps:
                 if table.pushes == job.steps - 1:
                     job.wait_for_deaths()
-                row = table.pushpull(mine, np.full((1, DIM), -1, np.float32))
+                row = table.pushpull(mine, np.full((1, DIM), -1, np.float16))
                 assert (row == row[0, 0]).all() and table.pushes - unsure <= row[0, 0] <= table.pushes
                 job.start_clocks(folder, kv.generation)
             return {"right": np.ones(1)}, [[0, kv.num_workers]]

@@ -134,6 +134,33 @@ def test_rows_begin_decay_and_are_clipped_as_asked(kind: str, options: dict[str,
 
 
 @either_mpi
+@pytest.mark.parametrize("options", [{"servers": 1}, {"servers": 2}, {"servers": 3, "shared_memory": False}])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_half_rows_equal_a_serial_dictionary(options: dict[str, Any], dtype: str, rounding: str) -> None:
+    need(**options)
+    kind = {"dim": 5, "dtype": dtype, "rounding": rounding, **SMALL_RATE}
+
+    def body(kv: mpips.KVStore) -> None:
+        rules = [{"name": name, "optimizer": name, "init": init, **numbers, **kind} for name, numbers, init in RULES]
+        tables, every = [kv.table(**rule) for rule in rules], [ReferenceTable(**rule) for rule in rules]
+        for repeat in range(6):
+            batches = [batch(repeat, worker, 5, dtype) for worker in range(kv.num_workers)]
+            push_together([(table, *batches[kv.rank]) for table in tables])
+            wanted = np.concatenate([ids.reshape(-1) for ids, _ in batches] + [EDGES])
+            for table, expected in zip(tables, every):
+                expected.push(batches)
+                assert (found := table.pull(wanted)).dtype == dtype
+                assert found.tobytes() == expected.pull(wanted).tobytes(), (table, repeat)
+        kv.barrier()
+        # values, state, id, age, and what an index of few rows has
+        sgd = tables[0]
+        assert sgd.stats()["bytes"] - (2 * 5 + 8 + 4) * sgd.rows <= 40 * sgd.rows + 32768 * kv.layout.num_servers
+
+    run("dist_sync", body, **options)
+
+
+@either_mpi
 @pytest.mark.parametrize(
     "kind, options",
     [
@@ -149,15 +176,17 @@ def test_all_kinds_add_up_whole_numbers(kind: str, options: dict[str, Any]) -> N
     need(**options)
 
     def body(kv: mpips.KVStore) -> None:
-        table = kv.table("t", 4, init=mpips.uniform(0), optimizer="sgd", learning_rate=1)
+        tables = [kv.table(f"of {dtype}", 4, dtype, mpips.uniform(0), learning_rate=1) for dtype in messages.DTYPES]
         ids = np.array([7, -kv.rank - 1, 7])
         for step in range(6):
-            table.push(ids, np.full((3, 4), -1, np.float32))
-            assert (table.pull(ids[1:2]) == step + 1).all()  # after this worker's own pushes
+            for table in tables:
+                table.push(ids, np.full((3, 4), -1, table.dtype))
+                assert (table.pull(ids[1:2]) == step + 1).all()  # after this worker's own pushes
         kv.barrier()
         if kv.type.endswith("_async"):
             meet(kv)
-        assert (table.pull(np.array([7])) == 12 * kv.num_workers).all()
+        for table in tables:
+            assert (table.pull(np.array([7])) == 12 * kv.num_workers).all()
 
     run(kind, body, **options)
 
@@ -522,13 +551,18 @@ def test_bad_arguments_lose_nothing() -> None:
             "chance(probability=1.5): give a number above 0 and up to 1": lambda: mpips.chance(1.5),
             "limit=1.5 is not a whole number": lambda: kv.table("u", 3, limit=1.5),  # type: ignore[arg-type]
             "is infinite in float32: give a smaller one": lambda: kv.table("u", 3, init=mpips.uniform(1e300)),
+            "is infinite in float16: give a smaller one": lambda: kv.table("u", 3, "float16", mpips.uniform(1e5)),
             "give mpips.uniform, mpips.normal": lambda: kv.table("u", 3, init="ones"),  # type: ignore[arg-type]
             "put @mpips.register_init above it": lambda: kv.table("u", 3, init=np.zeros),
             "float64 of shape (1, 5), and 1 ids need float32 of shape (1, 3)": lambda: kv.table("u", 3, init=fifths),
             "those of optimizer 'ftrl': learning_rate, beta, l1": lambda: kv.table(
                 "u", 3, optimizer="ftrl", weight_decay=0.1
             ),
-            "a table holds float32 or float64": lambda: kv.table("u", 3, "int8"),
+            "a table holds float16, bfloat16, float32, float64": lambda: kv.table("u", 3, "int8"),
+            "rounding='up': give 'nearest' or 'stochastic'": lambda: kv.table("u", 3, "float16", rounding="up"),
+            "is for rows of float16 or bfloat16, and these are float32": lambda: kv.table(
+                "u", 3, rounding="stochastic"
+            ),
             "table 'u': dtype='nope', and a table holds": lambda: kv.table("u", 3, "nope"),
             "ids are of type list: pass numpy.array(ids, numpy.int64)": lambda: table.pull([1, 2]),
             "ids have dtype >i8, and need int64": lambda: table.pull(np.zeros(2, ">i8")),
@@ -881,6 +915,10 @@ def test_tensors_of_pytorch_serve_as_arrays() -> None:
         table = kv.table("t", 2, init=mpips.uniform(0), learning_rate=1.0)
         out = torch.zeros(3, 2)
         assert kv.table("u", 2, torch.float32).dtype == np.float32
+        half = kv.table("v", 2, torch.bfloat16, mpips.uniform(0), learning_rate=1.0)
+        rows = torch.zeros(3, 2, dtype=torch.bfloat16)
+        assert half.pushpull(torch.tensor([1, 2, 1]), torch.full_like(rows, -0.25), rows) is rows
+        assert (rows[:, 0] == kv.num_workers * torch.tensor([0.5, 0.25, 0.5])).all()
         sparse = failure(lambda: table.push(torch.tensor([1, 2]), torch.eye(2).to_sparse()))
         assert "gradients is a tensor of layout torch.sparse_coo: pass a dense one" in sparse
         meta = failure(lambda: table.push(torch.tensor([1, 2]), torch.ones(2, 2, device="meta")))

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import mpips
 import mpips.torch
 import mpips.torch.embedding
+from tests.mpi.mpips.reference_table import ReferenceTable
 from tests.mpi.mpips.support import run
 from tests.mpi.torch.support import WORLD, heard
 
@@ -114,6 +115,41 @@ def rows_of(table: mpips.Table) -> Tensor:
 
 def close(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=1e-10, atol=1e-10)
+
+
+@served
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_of_16_bits_are_tensors_of_that_type(dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    kind: dict[str, Any] = {"dtype": name, "optimizer": "adagrad", "rounding": "stochastic", "learning_rate": 0.1}
+
+    def body(kv: mpips.KVStore) -> None:
+        table = kv.table("t", DIM, init=mpips.uniform(0.5), **kind)
+        expected = ReferenceTable("t", DIM, init=0.5, **kind)
+        rows = mpips.torch.Embedding(table)
+        bags = mpips.torch.EmbeddingBag(table, mode="sum")
+        both = mpips.torch.EmbeddingBagCollection({"a": table}, mode="sum")
+        optimizer = mpips.torch.TableOptimizer(nn.ModuleList([rows, bags]))
+        factors = torch.arange(1, DIM + 1).to(dtype)
+        for step in range(STEPS):
+            ids = [ids_of(step, rank) for rank in range(kv.num_workers)]
+            found = rows(ids[kv.rank])
+            assert found.dtype == bags(ids[kv.rank]).dtype == dtype
+            assert torch.equal(both({"a": ids[kv.rank]})["a"], bags(ids[kv.rank]))
+            wanted = torch.from_numpy(expected.pull(ids[kv.rank].numpy()).view(np.int16)).view(dtype)
+            assert torch.equal(found, wanted), step
+            (found * factors).sum().backward()
+            rows.prefetch(ids_of(step + 1, kv.rank))
+            optimizer.step()
+            pushes = []
+            for some in ids:  # backward sums the gradients of an id, and the step divides them by the workers
+                once, counts = torch.unique(some, return_counts=True)
+                gradients = (counts[:, None].to(dtype) * factors) / kv.num_workers
+                pushes.append((once.numpy(), gradients.view(torch.int16).numpy().view(expected.dtype)))
+            expected.push(pushes)
+        kv.barrier()
+
+    run("dist_sync", body, servers=1)
 
 
 @served

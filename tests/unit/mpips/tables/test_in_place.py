@@ -54,12 +54,12 @@ def located(
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
-    for dtype in (np.float32, np.float64):
+    for dtype in messages.DTYPES:
         kernels.read_rows.prepare(np.dtype(dtype))
     engine.load_all()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", messages.DTYPES)
 @pytest.mark.parametrize("life", [{}, {"evict": 2}, {"limit": 700}])
 @pytest.mark.parametrize("numpy", [False, True])  # the server's part
 def test_rows_are_those_of_a_pull(
@@ -83,7 +83,7 @@ def test_rows_are_those_of_a_pull(
             else:
                 push(tables, ids[owners == number], gradients[owners == number])
         wanted = random.permutation(np.concatenate([ids, ids[:7], np.arange(-50, 50), random.integers(-99, 99, 9)]))
-        out, expected = np.full((2, len(wanted), DIM), np.nan, dtype)
+        out, expected = np.full((2, len(wanted), DIM), np.nan).astype(dtype)
         for number, (part, tables) in enumerate(zip(parts, servers)):
             assert part.round_with(0, round_) == round_ and part.round_with(0, round_ + 1) == -1
             assert part.read(round_, wanted, out) and not part.read(round_ - 1, wanted, out)

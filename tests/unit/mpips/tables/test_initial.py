@@ -100,6 +100,29 @@ def test_a_function_gives_first_values_of_its_ids(registered: Callable[..., Any]
     assert initial.checked("t", halves) == Init("halves")
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("given", ["int64", "float16", "bfloat16", "float32", "float64"])
+def test_a_function_gives_first_values_of_half_rows(registered: Callable[..., Any], dtype: str, given: str) -> None:
+    @registered
+    def thirds(ids: np.ndarray) -> np.ndarray:
+        return np.stack([ids, ids / 3], axis=1).astype(given)
+
+    ids = np.array([1, -4, 1000])
+    found = rows_of(Init("thirds"), ids, 2, dtype)
+    assert found.dtype == dtype
+    assert found.tobytes() == thirds(ids).astype(dtype).tobytes()
+
+
+def test_a_function_that_gives_complex_numbers_is_refused(registered: Callable[..., Any]) -> None:
+    @registered
+    def complex_ones(ids: np.ndarray) -> np.ndarray:
+        return np.ones((len(ids), 2), np.complex64)
+
+    for dtype in ("float16", "bfloat16", "float32"):
+        with pytest.raises(ValueError, match=f"returned complex64 of shape .*, and 1 ids need {dtype} of shape"):
+            rows_of(Init("complex_ones"), np.arange(1), 2, dtype)
+
+
 def test_a_function_that_is_not_known_is_refused(registered: Callable[..., Any]) -> None:
     def zeros(ids: np.ndarray) -> np.ndarray:
         return np.zeros((len(ids), 4))

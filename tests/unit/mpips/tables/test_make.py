@@ -12,8 +12,8 @@ import mpips
 from mpips.tables.make import _checked, card_of
 from mpips.tables.messages import TableOptions
 
-FIRST = TableOptions(4, "float32", mpips.uniform(0.5), "sgd", 1, mpips.chance(0.5), 3, 8, "count", "7d")
-OTHER = TableOptions(5, "float64", mpips.uniform(0.25), "adam", 2, mpips.seen(2), 4, 9, "score", 60)
+FIRST = TableOptions(4, "float16", mpips.uniform(0.5), "sgd", 1, mpips.chance(0.5), 3, 8, "count", "7d")
+OTHER = TableOptions(5, "bfloat16", mpips.uniform(0.25), "adam", 2, mpips.seen(2), 4, 9, "score", 60, "stochastic")
 STORE: Any = SimpleNamespace(
     layout=SimpleNamespace(num_servers=2), keys={}, collections={}, restored=SimpleNamespace(names=())
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpips.store.keys.row_sums import distinct, owners_of, sum_into, summed
-from mpips.tables import places
+from mpips.tables import halves, places
 from mpips.tables.client import deal
 from mpips.tables.initial import first_rows, key_of, uniform
 from mpips.tables.row_optimizers import ROW_OPTIMIZERS, create
@@ -68,7 +69,8 @@ def test_owners_share_rows_evenly(ids: np.ndarray) -> None:
 def merged(ids: np.ndarray, gradients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     found = distinct(ids)
     once, total = np.empty(len(found.ids), np.int64), np.empty((len(found.ids), gradients.shape[1]), gradients.dtype)
-    sum_into(total, gradients, deal(found, [0], [0], once))
+    sum_up = halves.sum_into if gradients.itemsize == 2 else sum_into
+    sum_up(total, gradients, deal(found, [0], [0], once))
     return once, total
 
 
@@ -78,17 +80,19 @@ def merged(ids: np.ndarray, gradients: np.ndarray) -> tuple[np.ndarray, np.ndarr
     st.lists(st.lists(st.lists(IDS, max_size=12), min_size=1, max_size=4), min_size=1, max_size=5),
     st.sampled_from(sorted(ROW_OPTIMIZERS)),
     st.integers(1, 9),
+    st.sampled_from([("float32", "nearest"), *itertools.product(("float16", "bfloat16"), ("nearest", "stochastic"))]),
 )
-def test_rounds_equal_a_serial_dictionary(rounds: list[list[list[int]]], optimizer: str, dim: int) -> None:
-    key, random = key_of(0, "t"), np.random.default_rng(3)
-    table = TableRows(card_of(dim, "float32", optimizer, key, rate=0.1))
-    expected = ReferenceTable("t", dim, np.float32, 0.5, optimizer)
+def test_rounds_equal_a_serial_dictionary(
+    rounds: list[list[list[int]]], optimizer: str, dim: int, kind: tuple[str, str]
+) -> None:
+    key, random, (dtype, rounding) = key_of(0, "t"), np.random.default_rng(3), kind
+    table = TableRows(card_of(dim, dtype, optimizer, key, rate=0.1, stochastic=rounding == "stochastic"))
+    expected = ReferenceTable("t", dim, dtype, 0.5, optimizer, rounding=rounding)
     for step, workers in enumerate(rounds):
-        pushes = [
-            (np.array(ids, np.int64), random.standard_normal((len(ids), dim)).astype(np.float32)) for ids in workers
-        ]
+        pushes = [(np.array(ids, np.int64), random.standard_normal((len(ids), dim)).astype(dtype)) for ids in workers]
         expected.push(pushes)
-        table.update(*summed([merged(*push) for push in pushes]), step + 1)
+        sum_up = halves.summed if "16" in dtype else summed
+        table.update(*sum_up([merged(*push) for push in pushes]), step + 1)
         ids = np.unique(np.concatenate([ids for ids, _ in pushes]))
         assert table.pull(ids).tobytes() == expected.pull(ids).tobytes()
     assert table.count == len(expected.rows)

@@ -1,0 +1,131 @@
+"""Rows in float16 and bfloat16: sum gradients and update rows in float32, and round to nearest or at random.
+
+An optimizer gets float32 copies of the rows, and float32 gradients. Its state is float32. So optimizers know nothing of
+this module.
+
+Rounding at random ("stochastic") replaces a number x between two neighbours a and b, with |a| < |b|, by b with the
+probability (x - a) / (b - a). So updates that are smaller than half the distance of neighbours are not lost: their
+expected effect is right. The random number depends only on the table's seed and name, the id, the number of the update
+and the column:
+
+    word = mix(mix(mix(id ^ key) + update * golden ratio) + (column + 1) * golden ratio)
+    b is chosen  <=>  (x - a) / (b - a) + (word >> 11) / 2^53 >= 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from mpips.collectives.kernels.quiet import quiet
+from mpips.optimizers.base import working_dtype
+from mpips.store.keys.row_sums import GOLDEN, Ids, Places, distinct, mixed, sorted_sums
+from mpips.tables import kernels
+
+Array = NDArray[Any]
+Positions = NDArray[np.int64]
+# changes the key, so that the random numbers for rounding differ from those for first values
+OTHER = 0x2545F4914F6CDD1D
+
+
+def is_half(dtype: np.dtype) -> bool:
+    return dtype.name in kernels.HALVES
+
+
+@quiet
+def sum_into(total: Array, gradients: Array, rows: Places) -> None:
+    """Set rows of `total` to sums of gradients (k, dim), like `row_sums.sum_into`.
+
+    Both arrays are float16 or bfloat16. The sums are computed in float32 and rounded once.
+    """
+    if not len(rows):
+        return
+    dim, wide = total.shape[1], working_dtype(total.dtype)
+    begun, scratch = np.zeros(len(total), np.int32), np.empty(len(rows) // 2 * dim, wide)
+    bits = gradients.reshape(-1).view(np.uint16)
+    if not kernels.merge_halves(total.reshape(-1), bits, rows, begun, scratch, dim):
+        once, sums = sorted_sums(rows, gradients.astype(wide))
+        total[once] = sums
+
+
+@quiet
+def summed(parts: Sequence[tuple[Ids, Array]]) -> tuple[Ids, Array]:
+    """Sum pushes of float16 or bfloat16 from first to last, like `row_sums.summed`. The sums are float32."""
+    parts = [part for part in parts if len(part[0])] or parts[:1]
+    if len(parts) == 1:
+        ids, gradients = parts[0]
+        return ids, widened(gradients, np.arange(len(ids)))
+    once, _, places, _ = distinct(np.concatenate([part[0] for part in parts]))
+    dim, start = parts[0][1].shape[1], 0
+    total, begun = np.empty((len(once), dim), working_dtype(parts[0][1].dtype)), np.zeros(len(once), np.uint8)
+    for ids, gradients in parts:
+        rows = places[start : start + len(ids)]
+        if not kernels.add_halves(gradients.reshape(-1), total.reshape(-1), rows, begun, dim):
+            again = begun[rows] != 0
+            total[rows[~again]] = gradients[~again]
+            total[rows[again]] += gradients[again]
+            begun[rows] = 1
+        start += len(ids)
+    return once, total
+
+
+def widened(values: Array, at: Positions) -> Array:
+    """Return the rows at positions `at` of values or state as a new array of float32."""
+    wide = np.empty((len(at), values.shape[1]), working_dtype(values.dtype))
+    if not kernels.take_rows(values.reshape(-1), wide.reshape(-1), at, values.shape[1]):
+        wide[...] = values[at]
+    return wide
+
+
+@quiet
+def put(values: Array, at: Positions, rows: Array) -> None:
+    """Write float32 rows (k, dim) to positions `at` of values or state. Values are rounded to nearest."""
+    if not kernels.put_rows(values.reshape(-1), rows.reshape(-1), at, values.shape[1]):
+        values[at] = rows
+
+
+class Rounding:
+    """The rounding of one table's rows.
+
+    Args:
+        key: The table's key for first values.
+        stochastic: True to round at random, False to round to nearest (ties to even).
+    """
+
+    def __init__(self, key: int, stochastic: bool) -> None:
+        self._key = key ^ OTHER
+        self._stochastic = stochastic
+
+    @quiet
+    def put(self, values: Array, at: Positions, rows: Array, ids: Ids, update: int) -> None:
+        """Write float32 rows (k, dim) to positions `at` of float16 or bfloat16 values, in the update `update`."""
+        if not self._stochastic:
+            put(values, at, rows)
+            return
+        dim, flat = values.shape[1], (values.reshape(-1), rows.reshape(-1), at)
+        step = update * GOLDEN % (1 << 64)
+        if not kernels.put_rows_at_random(*flat, ids, np.array([self._key, step], np.uint64), dim):
+            streams = mixed(mixed(ids.view(np.uint64) ^ np.uint64(self._key)) + np.uint64(step))
+            columns = np.arange(1, dim + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+            values[at] = rounded_at_random(rows, mixed(streams[:, None] + columns), values.dtype)
+
+
+@quiet
+def rounded_at_random(x: Array, words: NDArray[np.uint64], dtype: np.dtype) -> Array:
+    """Round float32 numbers to one of their two neighbours in float16 or bfloat16, by 64 random bits for each.
+
+    Infinity and NaN stay as they are. Beyond the largest number the upper neighbour is infinity.
+    """
+    info: Any = ml_dtypes.finfo(dtype)
+    # float64 represents all of these numbers exactly
+    sizes = np.abs(x.astype(np.float64))
+    _, exponents = np.frexp(sizes)
+    steps = np.ldexp(1.0, np.maximum(exponents - 1, info.minexp) - info.nmant)
+    below = np.floor(sizes / steps)
+    up = sizes / steps - below >= (float(1 << 53) - (words >> np.uint64(11)).astype(np.float64)) / (1 << 53)
+    rounded = np.copysign((below + up) * steps, x)
+    return np.where(np.isfinite(x), rounded, x).astype(np.float32).astype(dtype)
