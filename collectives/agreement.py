@@ -8,8 +8,6 @@ from mpips.collectives.errors import format_ranks
 
 # What a rank passes to a call: pairs (thing, description), such as ("key 'w'", "float32(3, 4)"). No thing occurs twice.
 Items = Sequence[tuple[str, str]]
-# the description of a thing that a rank does not pass
-MISSING = "missing"
 # the last part of an error message: what the user should do
 SAME_CALL = "let all ranks make the same call"
 SAME_VALUES = "give all ranks the same"
@@ -49,13 +47,17 @@ def difference(every: Mapping[int, Items]) -> str:
     known = dict(every.get(first, ()))
     for rank in sorted(every):
         theirs = dict(every[rank])
+        for thing in known:
+            if thing in theirs and known[thing] != theirs[thing]:
+                return f"{thing} is {known[thing]} on rank {first} and {theirs[thing]} on rank {rank}"
         mine_only = [thing for thing in known if thing not in theirs]
         theirs_only = [thing for thing in theirs if thing not in known]
         if mine_only and theirs_only:
             return f"rank {first} has {mine_only[0]} where rank {rank} has {theirs_only[0]}"
-        for thing in known | theirs:
-            if (value := known.get(thing, MISSING)) != (other := theirs.get(thing, MISSING)):
-                return f"{thing} is {value} on rank {first} and {other} on rank {rank}"
+        for thing in mine_only:
+            return f"{thing} is {known[thing]} on rank {first} and missing on rank {rank}"
+        for thing in theirs_only:
+            return f"{thing} is missing on rank {first} and {theirs[thing]} on rank {rank}"
         for thing, instead in zip(known, theirs):
             if thing != instead:
                 return f"rank {first} has {thing} where rank {rank} has {instead}"

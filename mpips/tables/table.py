@@ -107,7 +107,7 @@ class Table(NotCopyable):
 
         Example:
             >>> table.set(np.array([7, -3]), np.full((2, table.dim), 0.5, table.dtype))
-            >>> table.pull(np.array([-3]))[0, 0]
+            >>> float(table.pull(np.array([-3]))[0, 0])
             0.5
         """
         _push_all("set", [self._check_push("set", ids, values, scores)])
