@@ -266,6 +266,7 @@ def command(
     ends the job. The exit code is the exit code of the job, or 2 if no job is started.
     """
     begin_log(log_level, log_dir, log_format)
+    warn_of_late_options(script, command.params)
     observed = {name: others.pop(name) for name in OBSERVED}
     others["workers"] = count_workers(ranks, workers, others["servers"])
     saves = {"checkpoint": os.path.abspath(checkpoint) if checkpoint else checkpoint, "every": others.pop("every")}
@@ -293,7 +294,6 @@ def command(
         click.echo(shlex.join(argv))
         return
     check_script(script)
-    warn_of_late_options(script, command.params)
     _print_warnings(job, machine)
     warn_of_rank_variables(options, environment)
     remote = bool(job.hosts) and job.ranks_here(os.environ) < job.ranks
@@ -633,16 +633,16 @@ def warn_of_late_options(script: Sequence[str], parameters: Sequence[click.Param
     Arguments after the script's name belong to the script, so `mpips run` does not see such options. `parameters` are
     the parameters of `mpips run`.
     """
-    if script[0] in ("-m", "-c") or not script[0].endswith(".py"):
+    if not script[0].endswith(".py") or not os.path.isfile(script[0]):
         return
     options = {name for each in parameters if isinstance(each, click.Option) for name in each.opts}
     late = [argument for argument in script[1:] if argument.partition("=")[0] in options]
     with open(script[0], "rb") as file:
         if late and not READS_ARGUMENTS.search(file.read()):
-            them = "it" if len(late) == 1 else "them"
+            what, them = ("stands", "it") if len(late) == 1 else ("stand", "them")
             click.echo(
-                f"note: {' and '.join(late)} stands after {script[0]}, so the script gets {them}, and seems to "
-                "read no options: those of `mpips run` stand before the script",
+                f"note: {' and '.join(late)} {what} after {script[0]}, so the script gets {them}, but it does not seem "
+                f"to read options: write options of `mpips run` before {script[0]}",
                 err=True,
             )
 

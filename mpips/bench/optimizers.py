@@ -195,7 +195,10 @@ def load_torch() -> tuple[ModuleType | None, str]:
     try:
         import torch
     except ImportError as error:
-        return None, f"PyTorch is left out: {error}; install it beside mpips: pip install torch"
+        return (
+            None,
+            f"PyTorch is left out: {error}; install it: pip install torch --index-url https://download.pytorch.org/whl/cpu",
+        )
     torch.set_num_threads(1)
     return torch, f"PyTorch {torch.__version__}, one thread"
 
