@@ -290,7 +290,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a rank takes its part of a sum as if all parts were as large as its own",
-        "mpips/torch/process_group.py",
+        "mpips/torch/jobs.py",
         "whole, start = given.clone(), sum(sizes[:rank])",
         "whole, start = given.clone(), rank * sizes[rank]",
         ((3, "tests/mpi/torch/test_backend.py"), (3, "tests/mpi/torch/test_horovod.py"), *TORCH),

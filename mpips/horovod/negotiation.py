@@ -33,7 +33,7 @@ from mpips.collectives.agreement import SAME_VALUES, Items, difference
 from mpips.collectives.api import begin
 from mpips.collectives.communicator import communicator
 from mpips.collectives.errors import CollectiveError, format_ranks
-from mpips.torch.process_group import GroupJobs
+from mpips.torch.jobs import GroupJobs
 from mpips.torch.tensors import flatten, flatten_result
 from mpips.torch.works import GroupJob, communication, wait_for_plan
 

@@ -83,7 +83,7 @@ def deal(found: Distinct, first_rows: Sequence[int], first_words: Sequence[int],
     return rows[found.places]
 
 
-class _Part(NamedTuple):
+class _TableShare(NamedTuple):
     """The rows of one table in a push or a pull."""
 
     ids: Distinct
@@ -110,7 +110,7 @@ class _Block:
     def __init__(
         self,
         pool: _Pool,
-        parts: Sequence[_Part],
+        parts: Sequence[_TableShare],
         requests: Sequence[Sequence[messages.PushRows | messages.PullRows | None]],
     ) -> None:
         row_bytes = [part.dim * part.dtype.itemsize for part in parts]
@@ -312,7 +312,7 @@ class RemoteTables:
             return [self._link.post_request(server, removal) for server, removal in enumerate(removals)]
         requests = [[messages.PushRows(table.name, count, table.refusals, push.sets, time)] for count in ids.per_server]
         last = last_places(push.ids)[1] if push.sets or push.scores is not None else None
-        block = _Block(self._pool, [_Part(ids, rows.shape[1], rows.dtype, push.scores, last)], requests)
+        block = _Block(self._pool, [_TableShare(ids, rows.shape[1], rows.dtype, push.scores, last)], requests)
         if push.sets:
             block.rows[0][block.places[0][last]] = rows[last]
         else:
@@ -406,7 +406,7 @@ class RemoteTables:
 
     def _ask_for_rows(self, pulls: Sequence[tuple[KnownTable, Ids, Array]]) -> Task[None]:
         """Pull rows by one request to each server."""
-        parts = [_Part(distinct(ids, self._servers), out.shape[1], out.dtype) for _, ids, out in pulls]
+        parts = [_TableShare(distinct(ids, self._servers), out.shape[1], out.dtype) for _, ids, out in pulls]
         local = [line.local for line in self._link.lines]
         # Ask only the servers of the ids. If a table has no ids, ask the first server, because its answer says whether
         # the worker's last push counts.

@@ -393,7 +393,7 @@ def adam(
     numbers: Array,
     dim: int,
 ) -> int:
-    """Update rows like `Adam`.
+    """Update rows like `ElementwiseAdam`.
 
     Args:
         numbers: beta1, 1 - beta1, beta2, 1 - beta2, learning rate, epsilon, and the factor of weight decay.

@@ -165,7 +165,7 @@ class RowAdagrad(Adagrad):
 
 
 @dataclass(frozen=True)
-class Adam:
+class ElementwiseAdam:
     """Adam (Kingma, Ba 2015) for rows. The bias corrections of a row use t, the number of updates of this row:
 
     m = beta1 * m + (1 - beta1) * gradient;  v = beta2 * v + (1 - beta2) * gradient^2;
@@ -228,7 +228,7 @@ class Adam:
 
 
 @dataclass(frozen=True)
-class RowAdam(Adam):
+class RowAdam(ElementwiseAdam):
     """Adam with one v for each row, as FBGEMM's `partial_rowwise_adam`: v averages the mean of gradient^2 over the row.
 
     m has a number for each value of the row, as in Adam.
@@ -317,7 +317,7 @@ def clipped(gradients: Array, clipnorm: float) -> Array:
     return out
 
 
-def _kept(optimizer: RowSGD | Adagrad | Adam, step: int) -> float:
+def _kept(optimizer: RowSGD | Adagrad | ElementwiseAdam, step: int) -> float:
     """Return the factor by which the weight decay of one update multiplies a row."""
     return 1 - at(optimizer.learning_rate, step) * optimizer.weight_decay
 
@@ -353,7 +353,7 @@ ROW_OPTIMIZERS: dict[str, Any] = {
     "sgd": RowSGD,
     "adagrad": Adagrad,
     "row_adagrad": RowAdagrad,
-    "adam": Adam,
+    "adam": ElementwiseAdam,
     "row_adam": RowAdam,
     "ftrl": FTRL,
 }

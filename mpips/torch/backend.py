@@ -25,7 +25,7 @@ from mpips.store.create import why_deaths_end_job, workers_of
 from mpips.store.options import read as read_options
 from mpips.store.world import MASTER, PORT, RANK, SIZE, launched_as, lost, without_place
 from mpips.torch.process_group import ProcessGroup
-from mpips.torch.reconfigure import Member, make_pairs
+from mpips.torch.reconfigure import GroupMember, make_pairs
 from mpips.torch.samplers import watch_samplers
 from mpips.torch.tensors import ArgumentError
 from mpips.torch.works import communication
@@ -112,7 +112,7 @@ def _begin_reconfigurable(options: Any, world: MPI.Intracomm) -> ProcessGroup:
         raise of_caller(RuntimeError(f"init_process_group: {refusal}"))
     _refuse_place(world.rank, options.group_rank, options.group_size, world.size)
     make_pairs()
-    return ProcessGroup.without_members(world.rank, world.size, options.timeout, Member())
+    return ProcessGroup.without_members(world.rank, world.size, options.timeout, GroupMember())
 
 
 def _rendezvous_by_mpi(

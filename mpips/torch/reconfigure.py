@@ -1,12 +1,13 @@
 """Make the communicator of a process group anew from living processes: PyTorch's interface for faults.
 
-A process group that was initialized with `enable_reconfigure=True` has a `Member`. Each process gives its *handle* (a
-short text) to the others, by a store of the program. Then all processes of the next group pass the same list of handles
-and the same number, the *uuid*, to `reconfigure`. The list may lack processes of the old group, and have others of the
-job, so the old group's communicator is of no use. Neither is MPI_COMM_WORLD: once one of its ranks has died, Open MPI
-refuses all calls that would make a communicator from it, also one without that rank. (MPI_Comm_create_from_group, which
-needs no communicator, hangs now and then in Open MPI 5.0.11, also if nobody dies.) So each rank makes a communicator
-with each other rank while all live (`_pairs`). Of two living ranks it has no dead rank, and groups are merged over it.
+A process group that was initialized with `enable_reconfigure=True` has a `GroupMember`. Each process gives its *handle*
+(a short text) to the others, by a store of the program. Then all processes of the next group pass the same list of
+handles and the same number, the *uuid*, to `reconfigure`. The list may lack processes of the old group, and have others
+of the job, so the old group's communicator is of no use. Neither is MPI_COMM_WORLD: once one of its ranks has died,
+Open MPI refuses all calls that would make a communicator from it, also one without that rank.
+(MPI_Comm_create_from_group, which needs no communicator, hangs now and then in Open MPI 5.0.11, also if nobody dies.)
+So each rank makes a communicator with each other rank while all live (`_pairs`). Of two living ranks it has no dead
+rank, and groups are merged over it.
 
 A process may die at any moment of an *attempt* to make the group:
 
@@ -46,7 +47,7 @@ from mpips.collectives.recorder import own as recorder
 from mpips.ending.process import say_role
 from mpips.store.ranks import size as count_workers
 from mpips.store.world import WATCHED
-from mpips.torch.process_group import GroupJobs
+from mpips.torch.jobs import GroupJobs
 from mpips.torch.tensors import ArgumentError
 
 LOG = log.get("mpips.torch")
@@ -90,14 +91,14 @@ def make_pairs() -> None:
         raise CollectiveError(sentence) from None
 
 
-class Handle(NamedTuple):
+class MemberHandle(NamedTuple):
     """What the text of a handle says."""
 
     # the MPI job, as its launcher names it
     job: str
     # the rank in MPI_COMM_WORLD
     rank: int
-    # the number of the `Member` in its process
+    # the number of the `GroupMember` in its process
     member: int
     # how many attempts the member had begun when it was asked for the handle
     attempts: int
@@ -106,7 +107,7 @@ class Handle(NamedTuple):
         return f"{PREFIX}:{self.job}:{self.rank}:{self.member}:{self.attempts}"
 
     @classmethod
-    def parse(cls, text: str) -> Handle:
+    def parse(cls, text: str) -> MemberHandle:
         """Raise ArgumentError if `text` is no handle of this job."""
         prefix, _, rest = text.partition(":")
         job, *numbers = rest.rsplit(":", 3)
@@ -139,7 +140,7 @@ class Note(msgspec.Struct, array_like=True):
     kind: int = 0
 
 
-class Member:
+class GroupMember:
     """This process as a member of a process group that can be reconfigured. Creating one is local."""
 
     def __init__(self) -> None:
@@ -155,11 +156,11 @@ class Member:
         _members[self._number] = self
 
     @property
-    def handle(self) -> Handle:
+    def handle(self) -> MemberHandle:
         """This process's handle for the next attempt."""
-        return Handle(_job(), MPI.COMM_WORLD.rank, self._number, self._attempts)
+        return MemberHandle(_job(), MPI.COMM_WORLD.rank, self._number, self._attempts)
 
-    def check(self, uuid: int, texts: Iterable[str]) -> list[Handle]:
+    def check(self, uuid: int, texts: Iterable[str]) -> list[MemberHandle]:
         """Return the handles in the order of the new ranks. Local.
 
         A set of handles is ordered by the ranks of the job. If this process has to refuse the handles, the other
@@ -168,7 +169,7 @@ class Member:
         Raises:
             ArgumentError: `uuid` or a handle cannot be used. Nothing was changed.
         """
-        handles = [Handle.parse(text) for text in texts]
+        handles = [MemberHandle.parse(text) for text in texts]
         if not isinstance(texts, Sequence):
             handles.sort()
         if refusal := self._refuse(uuid, handles):
@@ -177,7 +178,7 @@ class Member:
             raise ArgumentError(f"reconfigure: {refusal}")
         return handles
 
-    def _refuse(self, uuid: int, handles: Sequence[Handle]) -> str:
+    def _refuse(self, uuid: int, handles: Sequence[MemberHandle]) -> str:
         """Return the reason why this process cannot be in a group of these handles, or ""."""
         own, ranks = self.handle, [handle.rank for handle in handles]
         if uuid in self._used:
@@ -195,7 +196,7 @@ class Member:
         dead = sorted({*ranks} & {*dead_ranks(MPI.COMM_WORLD)})
         return f"{_have_died(dead)}: leave its handle out" if dead else ""
 
-    def make(self, uuid: int, handles: Sequence[Handle], seconds: float, timeout_seconds: float) -> GroupJobs:
+    def make(self, uuid: int, handles: Sequence[MemberHandle], seconds: float, timeout_seconds: float) -> GroupJobs:
         """Make the communicator of these members, in this order. Collective over the members, blocking.
 
         Args:
@@ -240,7 +241,7 @@ class Member:
         dead = ranks_of_job(comm, dead_ranks(comm))
         return f", because {_have_died(dead)}" if dead else ""
 
-    def send(self, handles: Iterable[Handle], note: Note) -> None:
+    def send(self, handles: Iterable[MemberHandle], note: Note) -> None:
         """Send a note to these members, except this one. Does not block."""
         for handle in handles:
             if handle.rank != MPI.COMM_WORLD.rank:
@@ -258,7 +259,7 @@ class Member:
 
 # the numbers of the members that this process makes
 _numbers = itertools.count()
-_members: WeakValueDictionary[int, Member] = WeakValueDictionary()
+_members: WeakValueDictionary[int, GroupMember] = WeakValueDictionary()
 _receiving = threading.Lock()
 
 
@@ -281,7 +282,7 @@ class _Attempt:
 
     nap_after = NAP_AFTER_BETWEEN_NODES
 
-    def __init__(self, member: Member, uuid: int, handles: Sequence[Handle], seconds: float) -> None:
+    def __init__(self, member: GroupMember, uuid: int, handles: Sequence[MemberHandle], seconds: float) -> None:
         self._member = member
         self._uuid = uuid
         self._handles = handles
