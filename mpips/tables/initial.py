@@ -172,9 +172,12 @@ def checked(name: str, init: object) -> Init:
     if callable(init) and _FUNCTIONS.get(function) is init:
         return Init(function)
     rules = "mpips.uniform, mpips.normal, mpips.truncated_normal or mpips.constant"
-    cure = (
-        "put @mpips.register_init above it, before mpips.create" if callable(init) else f"give {rules}, or a function"
-    )
+    if init in (uniform, normal, truncated_normal, constant):
+        cure = f"call it: mpips.{function}(...)"
+    elif callable(init):
+        cure = "put @mpips.register_init above it, before mpips.create"
+    else:
+        cure = f"give {rules}, or a function"
     raise ValueError(f"table {name!r}: init={init!r}: {cure}")
 
 

@@ -81,11 +81,13 @@ class EmbeddingBagCollection(nn.Module):
             lengths: For features with 1-D ids, the number of ids in each bag, in place of offsets.
         """
         self._check_features("ids", ids, self.modes)
+        self._check_known("offsets", offsets)
+        self._check_known("lengths", lengths)
         begins = {feature: self._offsets_of(feature, ids[feature], offsets, lengths) for feature in self.modes}
         places, rows = self._pull(ids)
         return {
             feature: functional.embedding_bag(
-                places[feature],
+                places[feature].reshape(-1),
                 rows[feature],
                 offset,
                 mode=self.modes[feature],
@@ -142,8 +144,8 @@ class EmbeddingBagCollection(nn.Module):
 
     def _offsets_of(
         self, feature: str, ids: Tensor, offsets: Mapping[str, Tensor] | None, lengths: Mapping[str, Tensor] | None
-    ) -> tuple[Tensor | None, bool]:
-        """Return the offsets of a feature's bags (None for 2-D ids), and True if the last offset is the end."""
+    ) -> tuple[Tensor, bool]:
+        """Return the offsets of a feature's bags, and True if the last offset is the end of the last bag."""
         what = f"{type(self).__name__}: feature {feature!r}"
         check_ids(what, ids)
         given, counts = (offsets or {}).get(feature), (lengths or {}).get(feature)
@@ -151,8 +153,15 @@ class EmbeddingBagCollection(nn.Module):
             raise of_caller(ValueError(f"{what} has offsets and lengths: give one of them"))
         if ids.dim() == 1 and given is None and counts is None:
             raise of_caller(ValueError(f"{what} has 1-D ids: give their offsets or lengths"))
+        if ids.dim() == 2 and given is None and counts is None:
+            # PyTorch takes no bags of 0 ids in this form.
+            return torch.arange(len(ids)) * ids.shape[1], False
         if counts is None:
-            return given, self.include_last_offset and given is not None
+            assert given is not None
+            return given, self.include_last_offset
+        if not isinstance(counts, Tensor) or counts.is_floating_point() or counts.dtype == torch.bool:
+            kind = counts.dtype if isinstance(counts, Tensor) else type(counts).__name__
+            raise of_caller(TypeError(f"{what} has lengths of type {kind}: give a tensor of whole numbers"))
         # PyTorch would silently count remaining ids to the last bag.
         if ids.dim() != 1 or counts.dim() != 1 or int(counts.sum()) != len(ids) or bool((counts < 0).any()):
             sentence = (
@@ -162,6 +171,13 @@ class EmbeddingBagCollection(nn.Module):
             raise of_caller(ValueError(sentence))
         counts = counts.long()
         return counts.cumsum(0) - counts, False
+
+    def _check_known(self, what: str, given: object) -> None:
+        """Raise TypeError or ValueError unless `given` is None or a dict whose names are features."""
+        if isinstance(given, Mapping):
+            given = {**dict.fromkeys(self.modes), **given}
+        if given is not None:
+            self._check_features(what, given, self.modes)
 
     def _check_features(self, what: str, given: object, features: Mapping[str, object]) -> None:
         """Raise TypeError or ValueError unless `given` is a dict with these features."""

@@ -65,7 +65,7 @@ def load(store: WorkerStore, path: str | os.PathLike[str]) -> None:
         header_text = b"" if reader is None else reader.encoded
         texts = store.agree_settled("load", [("path", name or "")], refusal or unfit, noun="argument", data=header_text)
         header = decode_header(texts[0], DECODERS)
-        store.run("load", _loaded(store, reader, header))
+        store.run("load", _loaded(store, reader, header, name or ""))
         LOG.info("checkpoint %s is loaded, with %d keys", name, len(header.records))
 
 
@@ -158,7 +158,7 @@ def _groups(header: StoreHeader) -> Groups:
     return Groups(None if header.optimizer is None else from_data(header.optimizer), own)
 
 
-def _loaded(store: WorkerStore, reader: Reader | None, header: StoreHeader) -> Task[None]:
+def _loaded(store: WorkerStore, reader: Reader | None, header: StoreHeader, path: str) -> Task[None]:
     """Load the whole file into the store, a group of keys at a time. Worker 0 reads the file. Collective."""
     parts = [header.records[run] for run in runs(map(_nbytes, header.records))]
     for records in parts:
@@ -173,7 +173,7 @@ def _loaded(store: WorkerStore, reader: Reader | None, header: StoreHeader) -> T
             yield from _residuals_loaded(store, reader, header, floats)
     for service in store.backend.services:
         if collections := header.services.get(service.name):
-            store.restored.offer((yield from service.load(reader, collections)))
+            store.restored.offer((yield from service.load(reader, collections)), path)
 
 
 def _use(store: WorkerStore, groups: Groups, compressor: Compressor | None) -> Task[None]:

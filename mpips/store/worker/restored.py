@@ -71,8 +71,9 @@ class Restored:
         self.names = self._later
         self._default, self._own, self._compressor = None, {}, None
 
-    def offer(self, names: Iterable[Name]) -> None:
-        """Add names of restored keys and collections. They may also be claimed after the first push."""
+    def offer(self, names: Iterable[Name], source: str) -> None:
+        """Add names of keys and collections restored from `source`. They may also be claimed after the first push."""
+        self.source = source
         self.names |= {*names}
         self._later |= {*names}
 

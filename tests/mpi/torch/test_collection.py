@@ -243,6 +243,8 @@ def test_bags_are_said_by_offsets_lengths_or_shape() -> None:
         nothing = dict.fromkeys(FEATURES, torch.empty(0, dtype=torch.int64))
         for name, rows in collection(nothing, lengths=dict.fromkeys(FEATURES, torch.zeros(2).long())).items():
             assert torch.equal(rows, torch.zeros(2, tables[name].dim).double())
+        for name, rows in collection(dict.fromkeys(FEATURES, torch.zeros(2, 0).long())).items():
+            assert torch.equal(rows, torch.zeros(2, tables[name].dim).double())
         kv.barrier()
 
     run("dist_sync", body, servers=1)
@@ -270,6 +272,11 @@ def test_bad_arguments_are_refused_by_a_sentence() -> None:
             "feature 'b': lengths of shape (2,) with the sum 4 do not fit ids of shape (3,)": lambda: bags(
                 both, {"a": ids}, {"b": torch.tensor([2, 2])}
             ),
+            "feature 'b' has lengths of type torch.float32": lambda: bags(
+                both, {"a": ids}, {"b": torch.tensor([1.5, 1.5])}
+            ),
+            "offsets names the features ['a', 'b', 'c']": lambda: bags(both, {**starts, "c": ids}),
+            "lengths is a Tensor: give a dict": lambda: bags(both, lengths=ids),  # type: ignore[arg-type]
             "rows are on servers": lambda: copy.deepcopy(bags),
             "that nobody pushes: make mpips.torch.TableOptimizer": lambda: bags(both, starts)["a"].sum().backward(),
         }
