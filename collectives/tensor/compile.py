@@ -164,7 +164,8 @@ def _call(
 ) -> TensorCall:
     if kind == "alltoall":
         raise ValueError("alltoall of a list of vectors has no meaning: call it for each vector")
-    # The checks depend only on shapes, types and options, and send nothing.
+    # The checks look only at shapes, types and options, which should be the same on all ranks, and send nothing. So if
+    # these arguments are wrong, all ranks raise the same error, and no rank waits for one that has raised an error.
     types = {v.dtype for v in [*x, *out]}
     if len({v.n for v in x}) > 1 or len({v.n for v in out}) > 1 or len(types) > 1:
         raise ValueError(

@@ -223,7 +223,10 @@ class FaultMaker:
         return next_ - time.monotonic()
 
     def make(self) -> None:
-        """Make the faults that are due now."""
+        """Make the faults that are due now, and end the faults whose time is over.
+
+        The result of each fault is added to `attempts`, also if the fault could not be made.
+        """
         now = time.monotonic()
         while self._due and self._due[0][0] <= now:
             _, number = heapq.heappop(self._due)
@@ -251,7 +254,11 @@ class FaultMaker:
                 self._set_links(rank.host)
 
     def _made(self, number: int, fault: Fault, rank: WatchedRank) -> FaultAttempt:
-        """Make a fault. If the fault lasts some seconds, begin it."""
+        """Make a fault in `rank` or on its host. Return the record of it, for `attempts`.
+
+        A fault that lasts some seconds is only begun here, and noted in `_until`. `end` ends it later: when its time is
+        over, or when the run ends. If the fault could not be made, the record says why (`undone`).
+        """
         now, host = time.monotonic(), rank.host if fault.kind in OF_HOSTS else ""
         if not fault.lasts:
             hit = self._ranks.beside(rank) if fault.kind == "host" else [rank]
@@ -269,9 +276,10 @@ class FaultMaker:
         return FaultAttempt(number, now, rank.rank, rank.role, host, undone=undone)
 
     def _set_links(self, host: str) -> str:
-        """Set the NICs of a host up, down, or to a share of their rate, as the faults that now last require.
+        """Set the NICs of a host as the faults require that now last on this host.
 
-        Blocks while `mpips lab link` runs. If it fails, return the reason, otherwise "".
+        The NICs are down while a "cut" lasts, and otherwise up. While a "slow" lasts, they keep only a share of their
+        rate. Blocks while the command `mpips lab link` runs. Returns "", or the reason why the command failed.
         """
         faults = [fault for _, fault, rank in self._until if rank.host == host]
         state = "down" if any(fault.kind == "cut" for fault in faults) else "up"
@@ -348,7 +356,7 @@ class WatchedRank:
 
 
 class Ranks:
-    """All ranks of a job that have connected. `hear` waits for messages."""
+    """The ranks of a job that have connected to the socket in `folder`. `hear` waits for their messages."""
 
     def __init__(self, folder: Path) -> None:
         # file descriptor of the connection -> rank

@@ -67,7 +67,8 @@ class RepeatedCollective:
     Args:
         kind: "allreduce" or "allgather". For "allgather" the array is (rows, columns), and each rank has written its
             `interval` of rows.
-        phase: The phase to which `clock` adds the time for which computation waits.
+        phase: The name of the phase of a step, such as "forward". `clock` adds the time that the computation spends in
+            this collective to this phase.
         half: Send float16.
     """
 
@@ -304,7 +305,10 @@ class LocalUpdate:
         return self._state
 
     def restore(self, state: State, step: int) -> None:
-        """Set the optimizer's state to `state`, that of `step` updates. `state` must be equal on all batch indices."""
+        """Set the optimizer's state to `state`, which is the state after `step` updates.
+
+        Ranks that differ only in their batch index must pass equal states.
+        """
         for array, saved in zip(self._state, state):
             array[...] = saved
 
@@ -339,8 +343,10 @@ class LossScale:
     scale adapts. If gradients overflow float16, the update is skipped and the scale is halved. After `GROWTH`
     consecutive updates without overflow, the scale doubles.
 
-    Ranks with the same slice see the same sums, so they make the same decision. The ranks of one model hold different
-    slices, so they sum the number of ranks that saw an overflow.
+    All ranks of the mesh must decide alike. The network's gradients are cut into slices, one for each model rank. The
+    batch ranks that hold the same slice have summed its gradients, so they all look at the same sums. The ranks of one
+    model look at different slices, and an overflow may be in only one of them. So each of these ranks counts 1 if it
+    saw an overflow, and they sum their counts. If the total is above 0, all of them skip the update.
 
     Source: Micikevicius et al., "Mixed precision training" (2018), section 3.2.
     """
@@ -355,9 +361,10 @@ class LossScale:
 
     @quiet
     def judge(self, gradients: np.ndarray) -> bool:
-        """Divide summed gradients by the scale, in place, and adapt the scale.
+        """Divide this rank's summed gradients by the scale, in place, and adapt the scale.
 
-        Return False if the update must be skipped because gradients overflowed. Collective over the ranks of a model.
+        Collective over the ranks of a model. Returns False on all of them if any gradient of the model overflowed; the
+        caller must then skip the update.
         """
         np.multiply(gradients, gradients.dtype.type(1 / self.scale), out=gradients)
         # One pass over the array: the dot product is infinite or NaN if any element is.

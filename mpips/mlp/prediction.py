@@ -27,7 +27,9 @@ from mpips.mlp.parallel import RepeatedCollective, buckets
 from mpips.mlp.perceptron import MLP
 from mpips.optimizers import SGD, Optimizer
 
-# bytes of the smaller sum that is timed, and the fewest bytes of the larger sum
+# Sums of two sizes are timed on a communicator, because two points determine the line alpha + beta * bytes. The smaller
+# sum has _SMALL bytes. The larger sum has the size that the training step sends. As this size may be tiny, the larger
+# sum has _LARGE bytes at least, so that the two sums differ clearly.
 _SMALL, _LARGE = 64, 1024
 # steps are timed for this many seconds
 _TIMED_SECONDS = 0.2
@@ -209,10 +211,11 @@ def gather_seconds(ranks: int, size: float, link: LinkCost) -> float:
 
 
 def measure_allreduce(comm: MPI.Comm, size: int, half: bool = False) -> LinkCost:
-    """Measure alpha and beta of `allreduce_seconds` by timing sums of 64 bytes and of `size` bytes. Collective.
+    """Measure alpha and beta of `allreduce_seconds` by timing a short and a long sum between the ranks. Collective.
 
-    The time of a sum is that of its slowest rank, as the median over several sums. With `half`, the arrays are float32
-    and travel as float16, and `size` counts the bytes that travel. With one rank, alpha and beta are 0.
+    The short sum has 64 bytes, and the long sum has `size` bytes, but at least 1,024. The time of a sum is the time of
+    its slowest rank, as the median over several sums. With `half`, the arrays are float32 and travel as float16, and
+    `size` counts the bytes that travel. With one rank, alpha and beta are 0.
     """
     if comm.size == 1:
         return FREE

@@ -263,12 +263,26 @@ class Profile:
     bandwidth_Bps: float
 
     def push(self, nodes: int | None = None) -> Problem:
-        """Return the problem of backward against allreduces of gradients on `nodes` nodes (MG-WFBP)."""
+        """Return the partition problem of the backward pass, which overlaps with sending gradients (MG-WFBP).
+
+        Layers compute their gradients while the network sums gradients of other layers, by an allreduce or through
+        servers. Gradients leave the worker, hence the name; `pull` is the problem of parameters that arrive.
+
+        Args:
+            nodes: The number of nodes of the job. None: the number at which the costs of the network were measured.
+
+        Raises:
+            ValueError: The costs of the network are unknown for this number of nodes. A `RingNetwork` always needs
+                `nodes`.
+        """
         a, b = self.network.at(nodes)
         return Problem.of([x.backward_s for x in self.layers], a, b * self.nbytes)
 
     def pull(self) -> Problem:
-        """Return the problem of forward against pulls of parameters from servers (iBatch)."""
+        """Return the partition problem of the forward pass, which overlaps with pulling parameters (iBatch).
+
+        The layers whose parameters have arrived compute, while the parameters of later layers arrive from servers.
+        """
         return Problem.of([x.forward_s for x in self.layers], self.startup_s, self.nbytes / self.bandwidth_Bps)
 
     @property
@@ -285,14 +299,18 @@ class Profile:
         return math.fsum(x.backward_s for x in self.layers)
 
     def with_compute(self, forward_s: NDArray[np.float64], backward_s: NDArray[np.float64]) -> Profile:
-        """Return the profile with other compute times of its layers, float64 (L,) each."""
+        """Return a copy of the profile in which the layers have these compute times, float64 (L,) in seconds."""
         times = zip(self.layers, forward_s.tolist(), backward_s.tolist(), strict=True)
         return replace(self, layers=tuple(replace(layer, forward_s=f, backward_s=b) for layer, f, b in times))
 
     def with_network(self, push: tuple[float, float], pull: tuple[float, float], nodes: int) -> Profile:
-        """Return the profile with other costs of messages, (startup seconds, seconds a byte) for push and pull.
+        """Return a copy of the profile with other costs of messages. Its network must be a `LinearNetwork`.
 
-        The network of the profile must be a `LinearNetwork`.
+        Args:
+            push: The seconds that a push (an allreduce, or a push to servers) takes at any size, and the seconds that
+                each byte adds.
+            pull: The same for a pull from servers.
+            nodes: The number of nodes at which these costs were measured.
         """
         assert isinstance(self.network, LinearNetwork)
         network = LinearNetwork(*push, nodes, self.network.collective)

@@ -1,12 +1,14 @@
 """Wrap the methods of the process group: raise errors as PyTorch's backends do, and let other code intercept calls.
 
-c10d, the core of torch.distributed, calls its own backends through PyTorch operators, and other code can intercept an
-operator. For example, a subclass of Tensor with `__torch_dispatch__` (the result of a functional collective, or a
+c10d is the core of torch.distributed. It calls its own backends through PyTorch operators, and other code can intercept
+an operator. For example, a subclass of Tensor with `__torch_dispatch__` (the result of a functional collective, or a
 quantized weight) replaces itself by the tensors that it is made of, and a mode such as `CommDebugMode` counts the call.
 
-c10d calls a backend that is written in Python directly, without an operator. The backend then gets the subclass itself,
-which has no memory of its own. So the decorator `listened` sends a call that other code intercepts through c10d's
-operators first.
+But c10d calls a backend that is written in Python, such as ours, directly and without an operator. No mode then notices
+the call, and the backend gets a tensor subclass that has no memory of its own. So the methods that the decorator
+`listened` wraps first look for a mode or a tensor subclass that can intercept the call. If they find one, they call
+c10d's operator of the same name. The mode and the subclass see the operator first, and then our method runs on plain
+tensors. If nothing can intercept the call, they run our method at once.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ T = TypeVar("T")
 def listened(*names: str) -> Callable[[type[T]], type[T]]:
     """Class decorator that wraps the methods `names` of a process group.
 
-    A wrapped method raises `ArgumentError` for bad arguments, and tensor subclasses and modes can intercept its calls.
+    A wrapped method raises `ArgumentError` for bad arguments. Subclasses of Tensor and modes can intercept its calls,
+    as they can with PyTorch's own backends (see the docstring of the module).
     """
 
     def change(cls: type[T]) -> type[T]:
@@ -120,7 +123,11 @@ def _run_inside(method: Callable[..., Work], group: Any, args: tuple[Any, ...], 
 
 
 class _Inside(TorchDispatchMode):
-    """A mode that runs the operation itself when one of c10d's operators is called on plain tensors."""
+    """A mode in which an operator of c10d that is called on plain tensors runs our method (`run`) instead.
+
+    `works` collects the works that our method has returned. There are several if a tensor subclass is made of several
+    tensors.
+    """
 
     def __init__(self, run: Callable[[list[Any]], Work]) -> None:
         super().__init__()

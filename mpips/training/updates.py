@@ -83,7 +83,11 @@ def check_clip(clip_norm: float | None) -> float | None:
 
 
 def own_keys(model: Model, kv: KVStore) -> list[str]:
-    """Return the keys of a model. All Trainers of a store except the first get a prefix, so that their keys differ."""
+    """Return the keys under which a Trainer stores its model's parameters, and count this Trainer of the store.
+
+    The keys of the store's first Trainer have no prefix. Every later Trainer gets a prefix of its own, so that Trainers
+    do not share keys.
+    """
     number = _trainers[kv] = _trainers.get(kv, 0) + 1
     return [key if number == 1 else f"trainer{number}/{key}" for key in keys_of(model)]
 
@@ -211,12 +215,17 @@ class StoreUpdate:
 
         Args:
             arrays: The arrays of a worker of this group, or None if no worker that has them is left in the group.
-            optimizer: The optimizer with its hyperparameters at the moment that the training goes back to.
+            optimizer: The optimizer, with the hyperparameters that it had at the step to which the training goes back.
         """
         self.restore(arrays, optimizer)
 
     def _pull(self) -> None:
-        """Pull the store's parameters on all workers, before any of them pushes again."""
+        """Pull the store's parameters into the model. Collective over all workers, blocking.
+
+        All workers get the same parameters. In an asynchronous store this needs a barrier at the end: a worker that
+        went on could push at once, and the workers that pull later would get other parameters. In a synchronous store
+        nothing changes until all workers have pushed.
+        """
         self._kv.pull(self.keys, list(self._model.parameters))
         if self._kv.layout.asynchronous:
             self._kv.barrier()
@@ -334,7 +343,8 @@ class ClientUpdate(WorkerUpdate):
             return
         self._rounds = LocalRounds(kv, self.keys, model.parameters, rule, joins=joins)
         if kv.layout.asynchronous and not joins:
-            # All workers must have pulled rank 0's values before any worker pushes.
+            # Wait until all workers have pulled rank 0's values. A worker that pushed earlier would change the values
+            # that the others pull.
             kv.barrier()
 
     def _prepare(self) -> None:
@@ -393,5 +403,5 @@ class ClientUpdate(WorkerUpdate):
             self._rounds.rejoin(self._model.parameters)
 
 
-# any of the three updates
+# Any of the three kinds of update. The union does not name `ClientUpdate`, because it is a subclass of `WorkerUpdate`.
 Update = StoreUpdate | WorkerUpdate

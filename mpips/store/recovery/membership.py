@@ -20,13 +20,16 @@ NEW = -1
 
 
 class Before(NamedTuple):
-    """The last generation, and how its ranks became those of this one.
+    """The last generation of a store, and how its ranks became the ranks of this generation.
 
-    All ranks in this record are ranks of the last generation, except the indices of `origin` and `places`.
+    (A generation is the life of a store until the next failure.) `origin` and `places` are indexed by the ranks of this
+    generation. All other ranks in this record are ranks of the last generation.
 
     Attributes:
-        origin: For each rank of this generation, its rank in the last one.
-        lost: The ranks that have died since.
+        origin: For each rank of this generation, its rank in the last generation.
+        lost: The ranks that have died since the last generation began.
+        num_workers: The number of workers in the last generation.
+        num_servers: The number of servers in the last generation.
         nodes: For each rank, its node. A node is named by the lowest rank on it.
         clients: The workers [first, stop) of each client.
         places: For each worker of this generation, the worker whose place it has: its own former rank, or a dead
@@ -47,10 +50,11 @@ class Before(NamedTuple):
         return [rank for rank in self.lost if 0 <= rank - self.num_workers < self.num_servers]
 
     def in_whose_place(self, worker: int, kind: str) -> range:
-        """Return the workers of the last generation whose pushes a worker continues.
+        """Return the workers of the last generation whose pushes `worker` continues.
 
-        In `dist_*` stores this is the worker whose place it has. In other stores these are all members of that worker's
-        client. Empty if the store has grown by this worker.
+        In `dist_*` stores every worker pushes for itself, so this is only the worker whose place `worker` has taken. In
+        other stores the members of a client push together, so these are all members of that worker's client. Empty if
+        the store has grown by `worker`.
         """
         place = self.places[worker]
         if place == NEW:
@@ -74,11 +78,15 @@ class Roles(NamedTuple):
 
 
 class RankMapping(NamedTuple):
-    """The ranks that go on, and their new roles.
+    """The ranks with which a store goes on after some ranks have died, and their new roles.
+
+    The ranks that are left get new numbers: first the workers, then the servers, then the spares.
 
     Attributes:
         origin: For each new rank, its old rank.
-        places: See `Before.places`.
+        roles: The new numbers of workers, servers and spares, and the new clients.
+        places: For each new worker, the old rank of the worker whose place it has: its own, or that of a dead worker.
+            NEW if the store has grown by this worker.
     """
 
     origin: tuple[int, ...]
@@ -91,9 +99,12 @@ def map_ranks(
 ) -> RankMapping:
     """Decide which ranks take each place after the ranks `lost` have died.
 
-    A spare on the same node as the place is preferred. `refusal` says whether the store can go on with the result.
+    A spare on the same node as the dead rank is preferred. This function does not check that enough ranks are left for
+    the store to go on; `refusal` does.
 
     Args:
+        old: The roles before the deaths.
+        lost: The old ranks that have died.
         nodes: The node of each old rank.
         grow: True if each remaining spare becomes a worker. The new worker becomes the last one of the smallest client.
             If several clients are smallest, it joins the last of these clients.

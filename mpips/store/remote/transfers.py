@@ -1,15 +1,21 @@
 """Push a worker's keys to the servers and pull them back, as tasks that yield while they wait.
 
-A *shard* is the part of a key on one server, and a *unit* is the server's name for it. A *frame* is a small message of
-fixed layout.
+The part of a key that lies on one server is called a *shard* by workers and a *unit* by the server. A *frame* is a
+small message of fixed layout.
 
-Within a node a push is a frame that says where the data lies. If `mpips.empty` made the caller's array, the server
-reads this array. Otherwise the worker copies the data into the shard's *outbox*, and the server reads each block while
-the worker copies the next one. A pull in a synchronous store copies blocks from the server's memory as the server
-finishes them. In an asynchronous store a pull copies a unit between two updates (`snapshot`), or after the server has
-granted the read.
+If worker and server are on the same node, the data lies in memory that both share:
 
-Between nodes the data of pushes and pulls travels as MPI messages (`link.Sender`).
+- A push is a frame that tells the server where the data lies. An array that the caller has made by `mpips.empty` lies
+  in shared memory, and the server reads the array itself. The data of other arrays, and of small ones, is first copied
+  into the shard's *outbox*, a shared buffer, block by block. The server reads each block while the worker copies the
+  next block.
+- A pull in a synchronous store copies each block from the server's memory once the server has finished that block.
+- A pull in an asynchronous store must not read a unit while the server updates it, and there are two ways to avoid
+  this. `snapshot` copies a unit of one block without asking, and tries again if an update has disturbed the copy. In
+  all other cases (longer units, too many disturbed copies, stores with the option `staleness`) the worker asks the
+  server, which keeps the unit unchanged until the worker has read it.
+
+If worker and server are on different nodes, the data of pushes and pulls travels as MPI messages (`link.Sender`).
 """
 
 from __future__ import annotations
@@ -35,8 +41,9 @@ from mpips.store.transport.pending import MessageGroup
 class Push:
     """The pushes of one worker to servers.
 
-    The code that runs a task also handles messages from servers (`Operations.hearing`). `residuals` are the parts of
-    gradients that compression has held back, by shard number. It is None if pushes are not compressed.
+    The methods return tasks. Whoever runs a task also handles messages from servers between its steps
+    (`Operations.hearing`). `residuals` holds the parts of gradients that compression has held back, by shard number. It
+    is None if pushes are not compressed.
     """
 
     def __init__(self, layout: Layout, link: ServerLink) -> None:
@@ -91,11 +98,13 @@ class Push:
                 yield False
 
     def settle(self, keys: Sequence[Key], meets: bool = False) -> Task[None]:
-        """Wait until the servers have read this worker's contributions. In an asynchronous store also wait until they
-        have applied them.
+        """Wait until the servers have read this worker's contributions to the keys.
+
+        In an asynchronous store, wait until the servers have applied everything that this worker has contributed.
 
         Args:
-            meets: True if this worker waits for all others afterwards. Then servers make no other worker wait for it.
+            meets: True if this worker waits for all other workers afterwards. As this worker pushes nothing during
+                that wait, the servers then do not make other workers wait for its pushes.
         """
         if self._layout.asynchronous:
             for line in self._link.lines if meets else ():
@@ -205,7 +214,8 @@ def snapshot(words: memoryview, stored: Array, out: Array) -> bool:
 class Pull:
     """One worker's reads from servers.
 
-    The code that runs a task also handles messages from servers (`Operations.hearing`).
+    The methods return tasks. Whoever runs a task also handles messages from servers between its steps
+    (`Operations.hearing`).
     """
 
     def __init__(self, layout: Layout, link: ServerLink) -> None:

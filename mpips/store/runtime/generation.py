@@ -130,10 +130,9 @@ class Generation:
 
     @property
     def on_end(self) -> list[Callable[[], None]]:
-        """Functions that are called once when this rank learns that the generation is over, before it raises.
+        """Functions that are called once when this rank learns that the generation is over, before it raises an error.
 
-        They make sure that no other rank reads this rank's arrays any more, and that everything is in place on which
-        other ranks rely.
+        They wait until no other rank reads this rank's arrays any more, and finish what other ranks rely on.
         """
         return self.present.on_end
 
@@ -157,7 +156,11 @@ class Generation:
             self._look(waited)
 
     def _look(self, waited: float) -> None:
-        """Do what `look` does, also within a meeting. (A meeting may be completed after the generation has ended.)"""
+        """Do what `look` does, also while this rank is in a meeting.
+
+        `look` does nothing during a meeting, because a meeting may still be completed after the generation has ended.
+        The meeting calls `_look` itself and decides what to do with the error.
+        """
         if self.over is not None or self.flag[0]:
             raise self._error()
         # If the lock is held, another thread is receiving notes.
@@ -188,7 +191,8 @@ class Generation:
             if self.over is None:
                 with uninterrupted():
                     self._end(what, error)
-        # All ranks raise the same LostError. Its class tells them not to try again.
+        # A LostError is returned unchanged. It says that too few ranks or data are left, and callers that see this
+        # class do not try to recover once more. After the StoreError that `_error` returns, they would try again.
         if isinstance(error, LostError):
             return error
         return self._error() if isinstance(error, (CollectiveError, MPI.Exception)) else error
@@ -466,9 +470,10 @@ class NextGenerationBarrier:
         return all(gone.get(rank) == DEPARTURES[CLOSED] for rank in self._others(LEAVES))
 
     def _wait(self, limits: Limits, word: bytes, *words: bytes) -> str:
-        """Send `word` with the number of this attempt, and wait until all ranks have sent one of `words` with it.
+        """Send `word` to the other ranks, and wait until the last word of every rank is one of `words`. Blocking.
 
-        Return "", or the reason why the ranks cannot go on.
+        Every word is sent with the number of the attempt, so that words of an earlier attempt do not count. Return "",
+        or the reason why the ranks cannot go on together.
         """
         present = [each + b" %d" % self._attempt for each in words]
 

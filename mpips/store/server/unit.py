@@ -319,13 +319,21 @@ class Unit:
         return self.undo.state
 
     def note_overwrite(self, torn: bool) -> None:
-        """Note that values are about to be replaced other than by a push (`torn`), or have been (not `torn`)."""
+        """Note in the unit, and in its undo copy, that its values are being replaced other than by a push.
+
+        Call it with True before the replacement and with False after it. If the replacement is interrupted, the unit
+        stays marked as torn: a part of its values may be old and a part new.
+        """
         self.torn = torn
         if self.undo is not None:
             self.undo.note_overwrite(torn)
 
     def give_up(self) -> None:
-        """Give up the open round. Without an undo copy its changes stay, and the unit is marked as torn."""
+        """Give up the open round.
+
+        With an undo copy, everything that the round has changed is restored. Without an undo copy, values that the
+        round has changed stay changed, and the unit is then marked as torn.
+        """
         if self.undo is not None:
             self.undo.undo()
             self.go_to_undo_copy()
@@ -405,10 +413,16 @@ class Unit:
         self.writes += 1
 
     def failed(self, error: Exception) -> CollectiveError:
-        """Return the exception to raise after an update has failed with `error`."""
+        """Return the exception to raise after an update has failed with `error`, and count the update as a write.
+
+        A unit is torn if some of its blocks belong to a round that was never finished. The update may have changed a
+        part of its block before it failed, so it is counted in `writes`. `give_up` later sees the count, and marks the
+        unit as torn unless an undo copy can restore it. The update is not counted if it has certainly changed nothing,
+        because the optimizer refused its arguments.
+        """
         refused = isinstance(error, (TypeError, ValueError))
         checked = self.state is None or type(self.optimizer).__module__.startswith("mpips.optimizers.")
-        # Built-in optimizers check their arguments before they change anything. After any other error the unit is torn.
+        # Built-in optimizers check their arguments before they change anything. Without state, no update has begun yet.
         if not (refused and checked):
             self.writes += 1
         why = str(error) if refused else f"{type(error).__name__}: {error}"
@@ -420,6 +434,9 @@ class Unit:
         Args:
             round_: The number of complete rounds.
             pushes: In an asynchronous store, the number of applied pushes of each contributor; otherwise None.
+            state: The optimizer's state, or None.
+            step: The optimizer's step.
+            torn: True if some blocks of the values belong to a round that was never finished.
         """
         self.round, self.done = round_, [round_] * len(self.contributors) if pushes is None else list(pushes)
         self.met = [0] * len(self.contributors)
