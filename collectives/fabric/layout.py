@@ -49,14 +49,15 @@ TEXT_BYTES = DESCRIPTOR_BYTES - HEAD_BYTES
 # After this token, tokens start again at 1. It is a multiple of DESCRIPTORS, so each token keeps its place in the area.
 # Higher numbers are never tokens.
 LAST_TOKEN = (1 << 32) - DESCRIPTORS
-# the number of words for the places of x and out
+# number of words for a pair of places: that of a call's input `x` and that of its output `out`
 PLACE_WORDS = 12
 
 
 class ArrayPlace(NamedTuple):
     """The place of a rank's array. Other ranks reach the array as shared memory, by its address, or not at all."""
 
-    # these five as in `arena.Region`; all 0 if the array is not in shared memory
+    # The fields pid to nbytes have the same meaning as in `arena.Region`. All five are 0 if the array is not in shared
+    # memory.
     pid: int = 0
     fd: int = 0
     inode: int = 0
@@ -73,11 +74,12 @@ class ArrayPlace(NamedTuple):
 class Descriptor(NamedTuple):
     """The call that a rank makes, and the places of its arrays."""
 
-    # at most TEXT_BYTES of the call in words
+    # The call in words, for error messages. When it is written to the area, it is cut to TEXT_BYTES.
     text: str
-    # (x, out) of each array
+    # For each array of the call a pair: the place of its input `x`, from which the call reads, and the place of its
+    # output `out`, to which the call writes. Most calls have one array.
     places: tuple[tuple[ArrayPlace, ArrayPlace], ...] = ()
-    # digest of the whole text
+    # digest of the text before it was cut; ranks whose digests differ make different calls
     digest: int = 0
 
 

@@ -38,6 +38,7 @@ def _c_function(name: str) -> Any:
     return function
 
 
+# _READ copies from the memory of another process, and _WRITE copies to it.
 _READ, _WRITE = _c_function("process_vm_readv"), _c_function("process_vm_writev")
 
 
@@ -51,10 +52,20 @@ class OutOfReach(CollectiveError):
 
 
 class KernelCopy:
-    """A copy between the address `local` of this process and the address `remote` of process `pid`.
+    """A copy of `nbytes` bytes between this process and another one, prepared once and made by each call of the object.
 
-    Calling the object makes the copy. The constructor prepares all arguments of the system call, because preparing them
-    at each call took as long as the system call itself.
+    `call` is the system call and decides the direction: `_READ` copies from the other process to this one, and `_WRITE`
+    copies from this process to the other one. `fetch` and `deliver` make objects for the two directions.
+
+    The constructor prepares all arguments of the system call, because preparing them at each copy took as long as the
+    system call itself.
+
+    Args:
+        call: `_READ` or `_WRITE`.
+        pid: The other process.
+        local: The address in this process.
+        remote: The address in the other process.
+        nbytes: The number of bytes to copy.
     """
 
     def __init__(self, call: Callable[..., int], pid: int, local: int, remote: int, nbytes: int):
@@ -84,12 +95,12 @@ class KernelCopy:
 
 
 def fetch(to: NDArray[Any], pid: int, address: int) -> KernelCopy:
-    """Prepare a copy from memory of another process into `to`. Calling the result makes the copy."""
+    """Prepare a copy from `address` in process `pid` into the array `to`. Calling the result makes the copy."""
     return KernelCopy(_READ, pid, to.__array_interface__["data"][0], address, to.nbytes)
 
 
 def deliver(source: NDArray[Any], pid: int, address: int) -> KernelCopy:
-    """Prepare a copy of `source` into memory of another process. Calling the result makes the copy."""
+    """Prepare a copy of the array `source` to `address` in process `pid`. Calling the result makes the copy."""
     return KernelCopy(_WRITE, pid, source.__array_interface__["data"][0], address, source.nbytes)
 
 

@@ -99,7 +99,16 @@ def yield_core() -> None:
 
 @compiled("int64, int64, int64", constants=CONSTANTS)
 def carry_out(record, number, first_phase):  # type: ignore[no-untyped-def]
-    """Carry out operation `number` as the record at this address says. Return how far it came."""
+    """Carry out one operation by the instructions of a record. It may yield its core, but never waits long.
+
+    Args:
+        record: The address of the record, which has the fields and instructions that are listed above.
+        number: The number of the operation on the board. Even and odd operations have instructions of their own.
+        first_phase: The number of the operation's first phase on the board.
+
+    Returns:
+        How far this rank came: DONE, MET, NOT_MET, or UNFINISHED + k (see their comments).
+    """
     words = words_at(record)
     rank = words[RANK]
     phase = first_phase
@@ -170,13 +179,14 @@ def carry_out(record, number, first_phase):  # type: ignore[no-untyped-def]
 
 
 class Record(NamedTuple):
-    """What `carry_out` reads for one call."""
+    """The record that `carry_out` follows for one call, and what must live as long as this record."""
 
     words: NDArray[np.int64]
     # the number of phases
     phases: int
     kernel: Kernel
-    # arrays that must live as long as the record, in addition to those of the program
+    # Arrays that were made for the instructions (see `_words_of`). The instructions hold only addresses, so this list
+    # keeps the arrays alive. All other arrays are kept alive by the program.
     kept: list[Any]
 
 
@@ -184,8 +194,9 @@ def record_of(board: Board, tokens: Sequence[int], puts: Turns, program: NodePro
     """Return the record of a call, or None if the compiled function cannot carry it out.
 
     Args:
-        tokens: The tokens of all ranks with which the record is valid.
-        puts: What this rank does before it enters.
+        tokens: The token of each rank, a number that stands for the call and the arrays that the rank passes. The
+            record is valid only while all ranks enter with these tokens.
+        puts: The actions of this rank before it enters the operation, for even and for odd operations.
     """
     if board.fence is not None:
         return None
@@ -220,7 +231,12 @@ def _is_compiled(action: Action) -> bool:
 
 
 def _words_of(actions: Sequence[Action], kept: list[Any]) -> list[int]:
-    """Return the instructions for these actions. Arrays that they need in addition go into `kept`."""
+    """Return the instructions that make `carry_out` perform these actions.
+
+    The instructions name arrays only by their addresses, which do not keep the arrays alive. This function makes two
+    kinds of arrays itself: a view of scratch memory for a partial sum, and the divisor of a mean. It appends them to
+    `kept`, and the caller must hold that list as long as the instructions may run. Otherwise the memory could be freed.
+    """
     words: list[int] = []
     for action in actions:
         if isinstance(action, Copy):
@@ -232,7 +248,7 @@ def _words_of(actions: Sequence[Action], kept: list[Any]) -> list[int]:
 
 
 def _words_of_sum(action: Combine, kept: list[Any]) -> list[int]:
-    """Return the instructions for a sum or mean."""
+    """Return the instructions for a sum or mean. `kept` is as in `_words_of`."""
     assert action.call.reduction is not None
     total, parts = action.total, list(action.parts)
     words: list[int] = []
@@ -266,17 +282,20 @@ def short_cut(
     call: Callable[[int, int, int], int],
     go_on: Callable[[int], None],
 ) -> Callable[[], int]:
-    """Return a fast path that lets `call`, the compiled `carry_out`, carry out the call.
+    """Return a function that makes one call of the program by the compiled `carry_out`: its fast path.
 
-    It returns NOT_BEGUN in three rare cases: this rank's descriptor has been overwritten, fast paths are held (both:
-    `board.spent`), or the number of the operation wraps around.
+    The function returns DONE, MET or NOT_BEGUN. It returns NOT_BEGUN, with nothing done, in three rare cases: this
+    rank's descriptor has been overwritten, fast paths are held (`board.spent` shows these two), or the number of the
+    operation wraps around.
 
     Args:
-        text: The call in words.
-        put: The running number of this rank's descriptor.
+        text: The call in words, for error messages.
+        put: The running number of this rank's descriptor (the text of the call, and the places of its arrays).
         phases: The number of phases of the call.
         record: The address of the call's record.
-        go_on: Finishes the call after the phase with this index, which this rank has finished. Blocking.
+        call: The compiled `carry_out`.
+        go_on: A function that finishes the call by the general steps, blocking. Its argument is the index of the last
+            phase that this rank has finished.
     """
 
     def fast() -> int:
@@ -287,8 +306,9 @@ def short_cut(
         finished = board.phase
         if phases:
             board.last_phase, board.lent = finished + 1, number
-            # It counts as if all phases were finished. An interrupt may come here, or when the function has returned;
-            # other ranks see by its words how far this rank came.
+            # Set the count of phases as if all of them were finished, because an interrupt may come before the compiled
+            # function starts or after it has returned. Other ranks do not read this count. They see in the words that
+            # the compiled function has stored how far this rank came.
             board.phase = finished + phases
         code = call(record, number, finished + 1)
         if code == DONE:

@@ -19,19 +19,25 @@ from typing import Any
 
 # environment variable with the job's name, set by `mpips run`
 JOB = "_MPIPS_JOB"
-# Environment variables with the name of a scheduler's allocation. Several jobs may run in one allocation at a time.
+# Environment variables in which a scheduler gives the name of its allocation (the machines that it has reserved for a
+# user). Several jobs may run in one allocation at a time.
 SCHEDULERS = ("SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID")
 MEMORY = Path("/dev/shm")
-# suffixes of the files of a rank; the rest of the file name is the rank's pid
+# PID.page, in which the rank that runs as process PID records what it does
 PAGE = ".page"
+# PID.stacks, into which that rank writes the stacks of its threads when it gets a signal
 STACKS = ".stacks"
-# An empty file RANK.ended says that the program of that rank has ended well.
+# RANK.ended, an empty file. It says that the program of the rank with this number has ended well.
 PROGRAM_ENDED = ".ended"
+# PID.trace, in which that rank records its calls while the job is traced (`recorder.tracing`)
 TRACE = ".trace"
+# the file by which `mpips trace` asks the ranks of a job to begin a trace
 TRACE_REQUEST = "trace.json"
+# the file in which the launcher writes what it knows about the end of the job
 END_FILE = "end.json"
 # environment variable set by `mpips run` for a job on several hosts: the content of HOSTS_FILE, URL-quoted
 HOSTS = "_MPIPS_HOSTS"
+# the file that names the hosts of the job, and how to reach them
 HOSTS_FILE = "hosts.json"
 # number of folders of failed jobs to keep; older ones are removed
 KEPT_JOBS = 8
@@ -49,7 +55,7 @@ def is_private(path: Path) -> bool:
 
 
 def job_name(environment: Mapping[str, str] = os.environ, alone: bool = False) -> str:
-    """Return a name for this process' job that no other launch on the machine has.
+    """Return the name of the job to which this process belongs. No other launch on the machine has the same name.
 
     In an allocation of a scheduler, the job's name begins with the allocation's name. `alone` is True if the job has
     no other process.
@@ -58,7 +64,8 @@ def job_name(environment: Mapping[str, str] = os.environ, alone: bool = False) -
     if not name:
         # Each mpirun, and each srun --mpi=pmix, has a namespace of its own.
         name = environment.get("PMIX_NAMESPACE", "")
-        # Ignore the step under MPICH's mpiexec: several may run inside one Slurm step, and all pass on its variables.
+        # Under MPICH's mpiexec ignore the number of the Slurm step: several mpiexec may run inside one step, and the
+        # ranks of all of them have this step in their environment.
         if not name and "HYDI_CONTROL_FD" not in environment:
             name = environment.get("SLURM_STEP_ID", "")
         name = name or f"p{os.getpid() if alone else _launcher()}"
@@ -80,10 +87,14 @@ def _launcher() -> int:
 
 
 def make_folder(name: str) -> Path:
-    """Make the folder of a job if it does not exist, and then remove the oldest folders of failed jobs.
+    """Return the folder of a job. Make the folder if it does not exist.
+
+    Jobs that fail leave their folders behind, so that tools can show how they ended. To keep these folders from filling
+    the memory, each call that makes a folder also removes the oldest folders of jobs without a living process, except
+    the newest `KEPT_JOBS`.
 
     Raises:
-        OSError: The folder cannot be made, or other users have access to it.
+        OSError: The folder cannot be made, or other users have access to the folder that holds all jobs.
     """
     top = jobs_folder()
     top.mkdir(mode=0o700, exist_ok=True)
@@ -163,7 +174,10 @@ def is_ours(folder: Path) -> bool:
 
 
 def is_launched_here(folder: Path) -> bool:
-    """True if the `mpips run` of a job on several hosts runs on this host. Its pid is the job's name."""
+    """True if this is the folder of a job on several hosts whose launcher, `mpips run`, is alive on this host.
+
+    Such a job has the pid of its launcher as its name.
+    """
     return read_hosts(folder).get("launcher") == socket.gethostname() and is_alive(int(folder.name))
 
 

@@ -49,13 +49,13 @@ class NetworkLink(NamedTuple):
 
 @dataclass(frozen=True)
 class BCube:
-    """BCube(n, k), or a star if `shape` is "star".
+    """The network BCube(n, k), which has n^k hosts, or a star, which is BCube(n, 1) under another name.
 
     Attributes:
-        n: The number of ports of each switch.
-        k: The number of levels. Each host has a NIC for each level.
+        n: The number of ports of each switch. In a star, which has only one switch, this is also the number of hosts.
+        k: The number of levels. Each host has a NIC for each level. A star has one level.
         rate: The rate of every link in bytes a second, or a tuple with the rate of each level.
-        shape: "bcube" or "star".
+        shape: "bcube" or "star". It decides only what the network is called. Make stars by `star`.
     """
 
     n: int

@@ -82,8 +82,10 @@ class StoreRow(NamedTuple):
     push_pull_s: float
     # one call of pushpull
     pushpull_s: float
-    # the floor (see the module) and push_pull_s / floor_s; None if the floor was not measured
+    # The *floor*: the time of the memory copies that no push and pull can avoid (see the module's docstring). None if
+    # it was not measured.
     floor_s: float | None
+    # push_pull_s / floor_s: how many times longer than these copies a push and a pull take. None if floor_s is None.
     over_floor: float | None
 
 

@@ -174,18 +174,29 @@ def unfit(gradient: np.ndarray, residual: np.ndarray) -> int:
 
 
 def bit_bytes(n: int) -> int:
-    """Return the size in bytes of a bit plane: n bits, one for each element, packed into bytes."""
+    """Return the size in bytes of a *bit plane* for n elements: one bit for each element, eight bits in a byte."""
     return (n + 7) // 8
 
 
 def bits_of(payload: np.ndarray, part: slice) -> np.ndarray:
-    """Return bits [part) of a bit plane as int8 zeros and ones. `part` is one of `blocks`."""
+    """Return the bits of some elements from a bit plane (see `bit_bytes`), as int8 zeros and ones.
+
+    Args:
+        payload: The bytes of the whole plane.
+        part: The elements, as one of the slices that `blocks` returns. So the first bit begins a byte.
+    """
     plane = payload[part.start // 8 : bit_bytes(part.stop)]
     return np.unpackbits(plane, count=part.stop - part.start).view(np.int8)
 
 
 def put_bits(payload: np.ndarray, part: slice, bits: np.ndarray) -> None:
-    """Set bits [part) of a bit plane to 1 where `bits` is not zero, and to 0 elsewhere. `part` is one of `blocks`."""
+    """Write the bits of some elements into a bit plane (see `bit_bytes`): 1 where `bits` is not zero, and 0 elsewhere.
+
+    Args:
+        payload: The bytes of the whole plane, changed in place.
+        part: The elements, as one of the slices that `blocks` returns. So the first bit begins a byte.
+        bits: A number or bool for each of these elements.
+    """
     payload[part.start // 8 : bit_bytes(part.stop)] = np.packbits(bits)
 
 

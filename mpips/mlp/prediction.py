@@ -234,15 +234,21 @@ def measure_allreduce(comm: MPI.Comm, size: int, half: bool = False) -> LinkCost
 
 
 class StepEvent(NamedTuple):
-    """An event of a step. It follows `compute` seconds of computation.
+    """A moment of a training step at which messages matter. It follows `compute` seconds of computation.
+
+    The *model ranks* hold different slices of one network and exchange values of its neurons. The *batch ranks* hold
+    the same slice, train on different samples, and sum their gradients. They sum these gradients in *buckets* of
+    several layers. The backward pass goes from the last layer to the first, so the lowest layer of a bucket is the one
+    that completes the bucket.
 
     These are the kinds of events, with the meaning of `number`:
 
-    - gather, sum: exchange `number` elements of the forward pass between the ranks of a model
-    - start: begin to sum `number` elements of the backward pass between the ranks of a model
-    - wait: wait for the sum that was begun
+    - gather, sum: the model ranks exchange `number` elements in the forward pass, and wait for them
+    - start: the model ranks begin to sum `number` elements in the backward pass
+    - wait: the computation needs the result of the sum that the last `start` has begun
     - gradient: the gradients of layer `number` are complete
-    - reduced: wait for the sum over the batch ranks of the bucket that layer `number` completes
+    - reduced: the optimizer needs the gradients of one bucket, summed over the batch ranks. `number` is the bucket's
+      lowest layer
     - end: the step is done
     """
 
@@ -309,7 +315,8 @@ def time_events(
         model: Number of slices of the network.
         samples: Samples of this rank in a minibatch.
         whole: Samples of the whole minibatch.
-        cut: The buckets by which weights are updated, as `buckets` returns them. Empty: all weights at once.
+        cut: The buckets of layers by which gradients are summed and weights are updated, as `buckets` returns them. If
+            it is empty, all weights are one bucket.
         beside: Compute the backward pass in blocks and record gradients, as if messages were sent during this pass.
     """
     mute = EventRecorder(model)
@@ -357,7 +364,7 @@ def step_seconds(
         model: Number of model ranks.
         link: Alpha and beta between model ranks.
         itemsize: Bytes of an element that model ranks send.
-        reductions: Layer -> seconds of the sum of the bucket that this layer completes.
+        reductions: Lowest layer of a bucket -> seconds that the batch ranks need to sum the bucket's gradients.
         spans: The communicators whose messages travel during computation.
     """
     # now: time of the computation; free: when the link is free; needed: when the sum that was begun is done

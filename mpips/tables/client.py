@@ -64,13 +64,19 @@ class _Pool:
 
 
 def deal(found: Distinct, first_rows: Sequence[int], first_words: Sequence[int], words: Ids) -> Places:
-    """Assign each id a row in the part of its server, and write the ids of each server. Return each given id's row.
+    """Lay out the ids of a push or a pull server by server, in memory of which each server has its own section.
+
+    Each distinct id gets a row in the section of its server: the place for the values of this id. The ids of each
+    server are written into `words`, in the order of their rows.
 
     Args:
-        found: The distinct ids, and the server of each.
-        first_rows: For each server the number of its first row. Its ids get consecutive rows.
+        found: The distinct ids of the call, and the server of each.
+        first_rows: For each server the number of the row for its first id. Its other ids get the rows after that one.
         first_words: For each server the index in `words` of its first id.
         words: The array into which the ids are written.
+
+    Returns:
+        The number of the row for each id as the caller has passed them, repeated ids included.
     """
     if len(found.per_server) == 1:
         words[first_words[0] :][: len(found.ids)] = found.ids
@@ -97,9 +103,10 @@ class _TableShare(NamedTuple):
 
 
 class _Block:
-    """The memory of a push or a pull: for each server the rows of each table, the ids, then the encoded request.
+    """The memory of a push or a pull, with a section for each server.
 
-    A server on this node reads gradients from this memory, or writes rows into it.
+    A section has the rows of each table, then the ids of these rows, then the encoded request to the server. A server
+    on this node reads gradients from its section, or writes rows into it.
 
     Args:
         parts: The rows of each table.
@@ -161,7 +168,7 @@ class _Block:
                 words.view(np.float64)[score_places[part.last]] = part.scores[part.last]
 
     def rows_of(self, number: int, server: int) -> Array:
-        """Return the rows of the ids of a table that belong to a server. `number` is that of the table in `parts`."""
+        """Return the rows of one table in a server's section. `number` is the index of the table in `parts`."""
         return self.rows[number][self._first_rows[number][server] :][: self._per_server[number][server]]
 
     def body(self, server: int, with_rows: bool = True) -> tuple[Payload, int]:
@@ -176,7 +183,7 @@ class _Block:
 
 
 def _encode(requests: Sequence[messages.PushRows | messages.PullRows | None]) -> bytes:
-    """Encode the requests to one server. Those of a call of several tables, which are pulls, are sent as one."""
+    """Encode the requests to one server. If a call pulls several tables, their requests are encoded as one."""
     if len(requests) == 1:
         return frames.encode(requests[0]) if requests[0] is not None else b""
     return frames.encode(

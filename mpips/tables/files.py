@@ -54,7 +54,7 @@ from mpips.tables.rows import arrays_of
 WORD = "mpips.table"
 # metadata key of the record that describes the table of counts, and the prefix of the names of its tensors
 COUNTS_WORD, COUNTS_PREFIX = "mpips.table.seen", "seen_"
-# metadata key of a `_Part`, which tells which part of the table's rows is in the file
+# metadata key of a `_Part`, which tells whether the file has all rows of the table or only the recently changed ones
 PART_WORD = "mpips.table.part"
 EXPORT_WORD = "mpips.export"
 PIECE_BYTES = 1 << 20
@@ -149,10 +149,10 @@ def pieces(record: TableRecord, prefix: str, frozen: FrozenOnServers) -> Iterato
 
 
 class FilePart(NamedTuple):
-    """Tables to read from one file.
+    """The part of a load that comes from one file: the file, and the tables to read from it.
 
     Attributes:
-        records: Prefix of the names of a table's tensors -> description of the table.
+        records: Prefix of the names of a table's tensors in the file -> description of the table.
         file: The open file.
         later: Sorted ids that later files contain or drop. Their rows in this file are skipped.
         absent: Names of tensors that the file lacks, because the table that was saved had other options.
@@ -167,7 +167,13 @@ class FilePart(NamedTuple):
 def part_of(
     file: Reader | TensorFile, records: Mapping[str, TableRecord], cards: Mapping[str, MakeTable], later: Ids = NO_IDS
 ) -> FilePart:
-    """Return the part of a file to read into tables with the descriptions `cards`, given by prefix like `records`."""
+    """Return what to read from a file into existing tables.
+
+    Args:
+        records: Prefix of the names of a table's tensors in the file -> description of the table in the file.
+        cards: The same prefixes -> description of the table that exists now, which may have other options.
+        later: As in `FilePart`.
+    """
     absent = {
         prefix + name
         for prefix, record in records.items()
@@ -178,10 +184,17 @@ def part_of(
 
 
 def restore(tables: RemoteTables, parts: Sequence[FilePart]) -> Task[None]:
-    """Replace the rows of a table and of its table of counts by the rows of files. Called on rank 0.
+    """Replace all rows of some tables by the rows of one or more files. Called on rank 0.
 
-    The last file names all these tables. Servers mark them as torn until all rows have arrived. So if a failure
-    interrupts the load, a recovery does not continue with a part of the rows.
+    A checkpoint of a store is one file with all its tables. A saved table is one file, and possibly increments after
+    it. Such files have one table, and its table of counts if it has one.
+
+    While rows arrive, servers mark the tables as torn, that is, incomplete. So if a failure interrupts the load, a
+    recovery does not continue with a part of the rows.
+
+    Args:
+        parts: What to read from each file, the newest file last. `records` of the last part must contain every table to
+            replace, because the numbers and times of their updates are taken from the last part.
     """
     loaded = eviction.now()
     for record in parts[-1].records.values():

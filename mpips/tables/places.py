@@ -149,7 +149,10 @@ class Places:
         return positions, again
 
     def touch(self, positions: Positions, update: int) -> None:
-        """Note that the update with number `update` names these rows. Numbers must ascend from call to call."""
+        """Note that the update with number `update` names these rows, so that they count as recently used.
+
+        Numbers must ascend from call to call.
+        """
         self._touched[positions] = update
         if self._order is not None:
             self._order.append(positions, update, self.count)
@@ -157,22 +160,33 @@ class Places:
             self._scored.note(positions, self.count)
 
     def unused(self, update: int) -> Positions:
-        """Return the positions of rows that `evict` drops after the update `update`, which `touch` has noted.
+        """Select the rows that the rule `evict` drops at the end of an update. Return their positions.
 
-        These rows leave the order, so the caller must call `remove` next. The same holds for `expired` and `excess`.
+        This is the first of two steps. It takes these rows out of the list of rows by age (`Order`), so they will not
+        be selected again. The second step is `remove`, which the caller must call next with the positions. It frees the
+        positions. The same holds for `expired` and `excess`.
+
+        Args:
+            update: The number of the update that ends. Its rows must have been passed to `touch` before.
         """
         if self._order is None or not self._evict:
             return NONE
         return np.concatenate([NONE, *self._order.older_than(update - self._evict + 1)])
 
     def expired(self, now: int) -> Positions:
-        """Return the positions of rows that `evict_after` drops at the time `now`."""
+        """Select the rows that the rule `evict_after` drops at the time `now`. Return their positions.
+
+        The caller must pass the positions to `remove` next (see `unused`).
+        """
         if self._order is None or self._times is None:
             return NONE
         return np.concatenate([NONE, *self._order.before(now - self._after, self._times)])
 
     def excess(self) -> Positions:
-        """Return the positions of rows that `limit` drops."""
+        """Select the rows that the rule `limit` drops, if there are more rows than that. Return their positions.
+
+        The caller must pass the positions to `remove` next (see `unused`).
+        """
         excess = self.count - self._limit if self._limit else 0
         if excess <= 0:
             return NONE
@@ -182,6 +196,7 @@ class Places:
         return np.concatenate(self._order.first(excess))
 
     def remove(self, positions: Positions) -> None:
+        """Drop the rows at these positions, and free the positions for new rows."""
         if not len(positions):
             return
         self._index.remove(self._ids[positions], positions)
@@ -193,7 +208,7 @@ class Places:
         self._free_count, self.count = count, self.count - len(positions)
 
     def restore(self, top: int) -> None:
-        """Rebuild this object from the arrays `ids` and `touched` at the positions before `top`."""
+        """Rebuild this object after a recovery, from what `ids` and `touched` contain at the positions before `top`."""
         lying, self._index = self.lying(0, top), Index(self._ids, self._file, self._words)
         for start in range(0, len(lying), RESTORED_AT_ONCE):
             piece = lying[start : start + RESTORED_AT_ONCE]

@@ -21,18 +21,21 @@ LARGE = 1024
 
 
 class GradientWatch:
-    """Counts the elements that go through the process groups of this process.
+    """Counts the elements of the tensors that this process passes to operations of its process groups.
 
-    `active` is True while they are too few to be gradients.
+    The count begins with the first group of several ranks and is never reset. `active` is True from then on, as long as
+    the counted elements are too few to be gradients.
     """
 
     def __init__(self) -> None:
         self.active = False
+        # number of communicators that process groups have used
         self._groups = 0
-        # number of elements that went through any of the groups
+        # total number of elements of the tensors in all operations of all process groups, since the first group began
         self._moved = 0
-        # number of elements that an optimizer trains: the largest number among the optimizers that have made a step
+        # number of elements of an optimizer's parameters: the largest number among the optimizers that have made a step
         self._trained = 0
+        # id() of each optimizer that has made a step
         self._known: set[int] = set()
         self._hook: Any = None
 
@@ -43,10 +46,11 @@ class GradientWatch:
             self._hook = register_optimizer_step_post_hook(self._see_step)
 
     def see(self, tensors: Sequence[Any], between_two: bool) -> None:
-        """Count an operation on these tensors.
+        """Count the elements of the tensors of one operation of a process group.
 
-        If the operation is `between_two` ranks (a send or a receive), the program is assumed to exchange gradients
-        itself.
+        A tensor of LARGE elements or more is taken for gradients, and the watch stops. `between_two` is True for a send
+        or a receive. The watch then stops, too, because a program that sends tensors itself is assumed to exchange its
+        gradients in this way.
         """
         sizes = [tensor.numel() for tensor in tensors if isinstance(tensor, Tensor)]
         self._moved += sum(sizes)

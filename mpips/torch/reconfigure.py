@@ -6,21 +6,21 @@ handles and the same number, the *uuid*, to `reconfigure`. The list may lack pro
 of the job, so the old group's communicator is of no use. Neither is MPI_COMM_WORLD: once one of its ranks has died,
 Open MPI refuses all calls that would make a communicator from it, also one without that rank.
 (MPI_Comm_create_from_group, which needs no communicator, hangs now and then in Open MPI 5.0.11, also if nobody dies.)
-So each rank makes a communicator with each other rank while all live (`_pairs`). Of two living ranks it has no dead
-rank, and groups are merged over it.
+So each rank makes a communicator with each other rank while all live (`_pairs`). The communicator of two living ranks
+contains no dead rank, so MPI does not refuse it, and two groups can be merged by a communicator of their first ranks.
 
 A process may die at any moment of an *attempt* to make the group:
 
-1. The members first tell each other that they have come, by notes. These are small messages on MPI_COMM_WORLD, which
-   still works between living ranks. No rank waits for a note inside of MPI.
+1. The members first tell each other that they have called `reconfigure`, by notes. These are small messages on
+   MPI_COMM_WORLD, which still works between living ranks. No rank waits for a note inside of MPI.
 2. Single members are merged into groups of two, these into groups of four, and so on (`_merge_all`). The first ranks of
    two groups connect these by a copy of their pair's communicator. They make the copy when both have said that they are
    ready, and if one of them dies, the other gets an error.
 3. All other communicators are made in a `CommCreationGuard`, which revokes them on a death, so that no rank waits.
 4. Steps 2, 3 and 5 run in a thread. Now and then a call of MPI does not return although its communicator was revoked.
    Then the thread is given up, so that the caller gets an error all the same.
-5. The members tell each other that they have the group. A member that sees a death until then gives the attempt up, and
-   tells the others why.
+5. The members tell each other that they have the group. A member that sees a death before it has heard this from all
+   members gives the attempt up, and tells the others why.
 """
 
 from __future__ import annotations
@@ -92,15 +92,15 @@ def make_pairs() -> None:
 
 
 class MemberHandle(NamedTuple):
-    """What the text of a handle says."""
+    """A handle: the text that names a `GroupMember` to other processes, taken apart into its fields."""
 
     # the MPI job, as its launcher names it
     job: str
     # the rank in MPI_COMM_WORLD
     rank: int
-    # the number of the `GroupMember` in its process
+    # the number of the `GroupMember` in its process, which may have several process groups
     member: int
-    # how many attempts the member had begun when it was asked for the handle
+    # number of attempts that the member had begun when it was asked for the handle
     attempts: int
 
     def __str__(self) -> str:
@@ -108,7 +108,7 @@ class MemberHandle(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> MemberHandle:
-        """Raise ArgumentError if `text` is no handle of this job."""
+        """Return the handle that a text stands for. Raise ArgumentError if `text` is not a handle of this job."""
         prefix, _, rest = text.partition(":")
         job, *numbers = rest.rsplit(":", 3)
         if prefix != PREFIX or len(numbers) < 3 or not all(number.isdigit() for number in numbers):
@@ -127,16 +127,21 @@ def _job() -> str:
 
 
 class Note(msgspec.Struct, array_like=True):
-    """A message between two members."""
+    """A message by which a `GroupMember` tells another one how far it is in an attempt to make a group.
 
-    # the receiver's number in its process
+    Its sender is the rank of MPI_COMM_WORLD that MPI reports for the message.
+    """
+
+    # the number (`MemberHandle.member`) of the receiving `GroupMember`: one process may have several
     member: int
+    # the number of the attempt
     uuid: int
     # ARRIVED, READY, MADE or GIVEN_UP
     step: int
-    # ARRIVED: the digest of the handles. GIVEN_UP: the reason.
+    # In ARRIVED, the digest of the handles that the sender passes, so that the receiver can compare it with its own. In
+    # GIVEN_UP, the message of the error. In other notes it is empty.
     text: str = ""
-    # GIVEN_UP: the index of the error in `KINDS`
+    # in GIVEN_UP, the index of the error's class in `KINDS`
     kind: int = 0
 
 
@@ -151,7 +156,7 @@ class GroupMember:
         self._present: int | None = None
         # True once this process has been in a group
         self._has_joined = False
-        # uuid -> (rank in MPI_COMM_WORLD, step) -> the note
+        # uuid of an attempt -> (the sender's rank in MPI_COMM_WORLD, `Note.step`) -> the note
         self._notes: dict[int, dict[tuple[int, int], Note]] = {}
         _members[self._number] = self
 
@@ -249,7 +254,7 @@ class GroupMember:
                 send_to_all(MPI.COMM_WORLD, msgspec.msgpack.encode(note), [handle.rank], TAG)
 
     def keep(self, rank: int, note: Note) -> None:
-        """Keep a note from a rank of the job, unless it is of an attempt that is over."""
+        """Store a note that a rank of the job has sent, unless it belongs to an attempt that is over."""
         if note.uuid == self._present or note.uuid not in self._used:
             self._notes.setdefault(note.uuid, {})[rank, note.step] = note
 
@@ -264,7 +269,7 @@ _receiving = threading.Lock()
 
 
 def _receive_notes() -> None:
-    """Give all notes that have come to their members. Does not block."""
+    """Receive all notes that have arrived, and hand each to the `GroupMember` that it names. Does not block."""
     with _receiving:
         while (message := receive_next(MPI.COMM_WORLD, TAG)) is not None:
             rank, data = message

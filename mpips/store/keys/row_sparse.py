@@ -113,15 +113,19 @@ def _array(x: object, name: str) -> np.ndarray:
 
 
 def add(parts: Sequence[RowSparse]) -> RowSparse:
-    """Return the merged sum of arrays of one shape and dtype. The values of a row are added from first to last."""
+    """Return the sum of row-sparse arrays of one shape and dtype, merged (see `RowSparse.merged`).
+
+    The values of a row are added one after another, in the order of `parts` and of the rows in each part.
+    """
     rows = np.concatenate([part.rows for part in parts])
     return RowSparse(rows, np.concatenate([part.values for part in parts]), parts[0].shape).merged()
 
 
 def sum_of(parts: Sequence[RowSparse]) -> RowSparse:
-    """Return the merged sum of arrays of one shape and dtype, added from first to last.
+    """Return the sum of row-sparse arrays of one shape and dtype, merged (see `RowSparse.merged`).
 
-    Unlike `add`, this function merges each array before it adds it to the others.
+    Unlike `add`, this function first merges each array, and then adds the merged arrays in the order of `parts`. So the
+    result may differ from that of `add` by rounding, if a row repeats within an array.
     """
     first, width = parts[0], math.prod(parts[0].shape[1:])
     merged = [part.merged() for part in parts]
@@ -180,9 +184,10 @@ class RowGather:
 def update_rows(
     optimizer: Optimizer, weights: np.ndarray, gradient: RowSparse, state: Sequence[np.ndarray], step: int
 ) -> None:
-    """Update the rows of a gradient in place, in `weights` and `state`.
+    """Make one optimizer step on those rows of `weights` that a row-sparse gradient contains.
 
-    All other rows keep their values and state: their momentum and weights do not decay ("lazy" updates, as in MXNet).
+    These rows of `weights` and of the arrays in `state` are changed in place. The gradient is not changed. All other
+    rows keep their values and state: their momentum and weights do not decay ("lazy" updates, as in MXNet).
 
     Args:
         weights: C-contiguous, of the gradient's shape.

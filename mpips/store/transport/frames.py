@@ -1,9 +1,11 @@
 """The messages between workers and servers: a 64-byte frame for everything, and a typed body (msgspec) for rare things.
 
-A *unit* is the part of a key on one server that always has the same contributors. A *payload* is the data of a push or
-a pull. A frame has an operation, a unit, a round and the place of the payload. Within a node the place is a region of
-shared memory (pid, fd, inode, offset, nbytes). Between nodes only nbytes is used, and the payload follows as MPI
-messages. Nothing is pickled.
+A *unit* is a part of a key that one server keeps. The workers that push to a unit, its *contributors*, stay the same.
+A *payload* is the data of a push or a pull.
+
+A frame has an operation, a unit, a round and the place of the payload. Within a node the place is a region of shared
+memory (pid, fd, inode, offset, nbytes). Between nodes only nbytes is used, and the payload follows as MPI messages.
+Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -124,7 +126,7 @@ class Frame(NamedTuple):
 
 
 class UnitCard(msgspec.Struct, array_like=True):
-    """The description of a unit that a worker sends to the unit's server."""
+    """The description of a unit that a worker sends to the server which will keep the unit."""
 
     number: int
     key: int | str
@@ -133,6 +135,7 @@ class UnitCard(msgspec.Struct, array_like=True):
     stop: int
     row_elements: int
     block_elements: int
+    # the workers that push to the unit
     contributors: tuple[int, ...]
 
 

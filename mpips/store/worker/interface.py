@@ -58,9 +58,12 @@ class Snapshot(Protocol):
     def records(self) -> Mapping[Name, Frozen]: ...
 
     def read(self, key: Key, slot: int, start: int, stop: int) -> Task[Array]:
-        """Return elements [start, stop) of the key's values (slot -1) or of a state array.
+        """Return elements [start, stop) of one array of the key.
 
-        Valid until the next read.
+        The array is valid until the next read.
+
+        Args:
+            slot: -1 for the key's values, or the index of one of the optimizer's state arrays.
         """
 
     def release(self) -> Task[None]:
@@ -94,10 +97,12 @@ class StateAccess(Protocol):
         """Set the residuals of this worker, from one 1-D array per key. Local."""
 
     def snapshot(self, keys: Sequence[Key], alone: bool = False) -> Task[Snapshot]:
-        """Make a copy of the keys that later pushes do not change. Collective, unless `alone`.
+        """Copy the values and optimizer states of the keys as they are now. Later pushes do not change the copy.
+
+        The caller must release the snapshot. Collective, unless `alone`.
 
         Args:
-            alone: True if only worker 0 makes this call. Allowed in an asynchronous store.
+            alone: True if only worker 0 makes this call. This is allowed only in an asynchronous store.
         """
 
 
@@ -114,7 +119,10 @@ class Transfers(Protocol):
         """Write the keys' values into `outs`. They include all earlier pushes of this worker."""
 
     def pushpull(self, keys: Sequence[Key], flats: Sequence[Array], outs: Sequence[Array], priority: int) -> Task[None]:
-        """Push `flats`, then pull into `outs`. A key's `flat` and `out` may be one array; no other two may overlap."""
+        """Push `flats`, then pull into `outs`. A key's own `flat` and `out` may be the same array.
+
+        No other two of these arrays may overlap.
+        """
 
     def push_rows(self, key: Key, rows: RowSparse, priority: int) -> Task[None]:
         """Contribute some rows to the key's next round."""

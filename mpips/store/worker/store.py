@@ -233,20 +233,29 @@ class WorkerStore:
         self.engine.finish()
 
     def settle(self) -> None:
-        """Wait for all operations, and until the servers have read this worker's pushes.
+        """Wait for all operations of this worker, and until the servers have read its pushes.
 
-        In an asynchronous store, also wait until the servers have applied the pushes. A setting that the caller changes
-        afterwards takes effect from the next push on.
+        In an asynchronous store, also wait until the servers have applied the pushes. So a setting that the caller
+        changes afterwards takes effect from the next push on.
         """
         self.finish()
         self.run("settle", self.backend.settle(list(self.keys.values())))
 
     def agree_on_refusals(self, what: str) -> None:
-        """Let every worker learn which rounds servers have refused, before the workers compare their rounds.
+        """Make sure that all workers of a synchronous store know of the same refused rounds. Collective, blocking.
 
-        Servers refuse a round if they lack the memory for it. Collective in a synchronous store. Raise RoomError on
-        each worker that did not know of a refusal. The other workers wait until that worker makes the call `what`
-        again.
+        Servers refuse a round of a table if they lack the memory for its new rows. A worker learns of a refusal only
+        from the answer to a request of its own, so some workers may know of a refusal and others not. The rounds of
+        these workers differ, and a comparison of rounds would fail. So if the workers find a difference here:
+
+        1. Each worker that did not know of the refusal raises RoomError to its program.
+        2. Each worker that knew of it waits in this function, until the program of every other worker has handled the
+           RoomError and makes the call again.
+
+        In an asynchronous store workers do not compare rounds, and this function does nothing.
+
+        Args:
+            what: The name of the call that the program makes, such as "save", for error messages.
         """
         for service in () if self.layout.asynchronous else self.backend.services:
             while service.collections:
@@ -258,10 +267,12 @@ class WorkerStore:
     def agree_settled(
         self, what: str, items: Items = (), refusal: BaseException | None = None, noun: str = "key", data: bytes = b""
     ) -> list[bytes]:
-        """Run `agree` and `settle` on all workers. Return the `data` of each worker.
+        """Check that all workers make the same call (see `agree`), and wait until the servers have all their pushes.
 
-        Raise ValueError on all workers of a synchronous store if some workers have pushed more often than others,
-        because the servers would wait for the workers that have pushed less.
+        Return the `data` of each worker. The arguments are those of `agree`.
+
+        In a synchronous store, raise ValueError on all workers if some workers have pushed more often than others:
+        the servers cannot complete the round of a push before all workers have pushed, so the wait would never end.
         """
         self.finish()
         self.agree_on_refusals(what)

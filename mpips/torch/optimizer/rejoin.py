@@ -31,11 +31,19 @@ T = TypeVar("T")
 
 
 class SurvivingSteps:
-    """Makes the steps of one worker, and repeats a step that a death has interrupted.
+    """Makes the optimizer's steps on one worker, and repeats a call that the death of another worker has interrupted.
 
-    After a recovery a worker does not exchange positions with the others at once, but in its next call. If it only has
-    to take the result of a step, it ends this step first, so that a new worker gets the parameters and the state as
-    they are after the step.
+    A *position* tells where a worker is in its program: the number of steps that it has made, and the number of other
+    collective calls since the last step (`StepPosition`). After a death this happens:
+
+    1. The call that was interrupted, for example `step`, lets the store recover. If a spare process is left, it becomes
+       a new worker in place of the dead one.
+    2. The call is made again. As a rule it begins with an exchange of positions, in which all workers take part
+       (`_meet_if_due`). There a new worker receives the number of its first step, and from another worker the
+       parameters and the optimizer's state as far as the store does not keep them.
+    3. There is one exception. If the push of the interrupted step counts already, `step` first takes the updated
+       parameters and ends the step, and exchanges positions only afterwards. So a new worker receives parameters and
+       state as they are after that step, and not a mixture of before and after.
     """
 
     def __init__(self, store: KVStore, names: Sequence[Name], exchange: GradientExchange, consensus: Consensus) -> None:
@@ -44,13 +52,14 @@ class SurvivingSteps:
         self._exchange = exchange
         self._consensus = consensus
         self._recovery = Recovery(store, names, self._note_recovery)
-        # the result of the workers' comparison for the current step; still valid after a death
+        # The result of the workers' comparison for the current step. It is kept in a recovery, because a step whose
+        # update the servers have completed is ended without another comparison.
         self._agreed: AgreedStep | None = None
         # True if this worker has replaced a dead worker and has not begun a step yet
         self.new = store.worker.fresh
         # number of steps that have been made
         self.steps = 0 if self.new else store.resumed or 0
-        # number of collective calls that this worker has begun since the last step
+        # number of collective calls other than steps that this worker has begun since the last step
         self._calls = 0
         # number of collective calls since the last step that some worker has finished, so they are not made again
         self._calls_done = 0
@@ -58,7 +67,8 @@ class SurvivingSteps:
         self._meeting_due = self.new
         # True while this worker is new and has received nothing from the others
         self._has_nothing = self.new
-        # True if the others made this worker's next step before the worker joined, so that it already has the result
+        # True if the other workers made this worker's next step before the worker joined. The worker then already has
+        # the step's result, and its next call of `step` only counts the step.
         self._has_made = False
 
     def begin(self) -> None:
@@ -77,7 +87,7 @@ class SurvivingSteps:
     def step(self, brought: Brought) -> bool:
         """Make one step. Blocking. Return True if it was skipped, because a gradient has overflowed on some worker."""
         self.new = False
-        # The others have made this step already, and this worker received the result when it joined.
+        # The other workers have made this step already, and this worker received the result when it joined.
         if self._has_made:
             self._has_made = False
             self.steps += 1
@@ -85,8 +95,8 @@ class SurvivingSteps:
         goal = self._round() + 1
 
         def exchange() -> None:
-            # This can be true only after a death. The step's push counts already (in an asynchronous store it may
-            # count), so do not repeat the push, and only take the result.
+            # The condition can be true only when `exchange` runs again after a death. The step's push counts already
+            # (in an asynchronous store it may count), so do not repeat the push, and only take the result.
             if self._exchange.sent if self._store.layout.asynchronous else self._round() >= goal:
                 self._exchange.take()
                 return
@@ -143,13 +153,15 @@ class SurvivingSteps:
     # ---- inside
 
     def _round(self) -> int:
-        """Return the round of the store's keys, which counts their pushes, including one that this worker has begun."""
+        """Return the round of the store's keys: the number of pushes to each key, with one that has only begun."""
         return self._store.worker.keys[self._names[0]].round
 
     def _note_recovery(self) -> None:
-        """Continue with the store after a recovery. Workers exchange positions later, in their next call.
+        """Continue with the store as it is after a recovery, and note that positions have to be exchanged.
 
-        Raises LostError if the update of a step counts in some keys and not in others.
+        The positions are exchanged later, in `_meet_if_due`.
+
+        Raises LostError if the update of the interrupted step counts in some keys and not in others.
         """
         store = self._store
         if not store.layout.asynchronous and len({store.worker.keys[name].round for name in self._names}) > 1:
@@ -158,9 +170,13 @@ class SurvivingSteps:
         self._meeting_due = True
 
     def _meet_if_due(self, pushes: bool) -> None:
-        """Exchange positions with the other workers, once after each recovery. Collective and blocking if this is due.
+        """Exchange positions with the other workers if that has not happened since the last recovery.
 
-        `pushes` is True if this worker is in a step.
+        Collective and blocking in that case, and otherwise without effect. New workers also receive the parameters and
+        the optimizer's state from one of the others, as far as the store does not keep them. `pushes` is True if this
+        worker is inside of a step and will push in it.
+
+        Raises RuntimeError on all workers if the positions show that they cannot continue.
         """
         if not self._meeting_due:
             return
@@ -184,9 +200,9 @@ class StepPosition(msgspec.Struct, array_like=True, frozen=True):
 
     # number of steps that the worker has made
     steps: int
-    # number of collective calls that the worker has begun since the last step
+    # number of collective calls other than steps that the worker has begun since the last step
     calls: int
-    # True if the worker is inside of the next step
+    # True if the worker has begun the next step, and will push in it
     pushes: bool
     # True if the worker has just replaced a dead worker, and has received nothing from the others
     new: bool
@@ -208,11 +224,14 @@ class Meeting(NamedTuple):
 
 
 def meet(positions: Sequence[StepPosition], synchronous: bool) -> Meeting:
-    """Decide at which step the workers continue after a death. Pure.
+    """Decide from the positions of all workers, by rank, where they continue after a death. Pure.
 
     In a synchronous store, the workers that are not new have made the same number of steps, except that one worker may
-    be about to end a step that another worker has ended. If no step is under way, new workers start one step earlier,
-    already with the result of this step. So after it they make the same collective calls as the others.
+    be about to end a step that another worker has ended.
+
+    If no step is under way, new workers are told that they have made one step less than the others. They already have
+    the result of that step, so their first call of `step` only counts it. So each new worker begins with a call of
+    `step`, as its program does, and then makes the same collective calls as the others.
     """
     known = [position for position in positions if not position.new]
     giver = next((rank for rank, position in enumerate(positions) if not position.new), -1)
