@@ -172,7 +172,7 @@ def cache_folder() -> tuple[Path | None, str]:
     caches = os.environ.get("XDG_CACHE_HOME") or (os.path.join(home, ".cache") if os.path.isabs(home) else "")
     if not given and not caches:
         return None, f"this user has no home folder: name a folder in {FOLDER_VARIABLE}"
-    folder = (Path(given).expanduser() if given else Path(caches, "mpips", "kernels")).absolute()
+    folder = Path(os.path.expanduser(given) if given else os.path.join(caches, "mpips", "kernels")).absolute()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()

@@ -168,8 +168,8 @@ class GroupMember:
     def check(self, uuid: int, texts: Iterable[str]) -> list[MemberHandle]:
         """Return the handles in the order of the new ranks. Local.
 
-        A set of handles is ordered by the ranks of the job. If this process has to refuse the handles, the other
-        members are told, so that they do not wait for it.
+        A set of handles is ordered by the ranks of the job. If this process has to refuse handles among which is its
+        own, the other members are told, so that they do not wait for it.
 
         Raises:
             ArgumentError: `uuid` or a handle cannot be used. Nothing was changed.
@@ -179,7 +179,8 @@ class GroupMember:
             handles.sort()
         if refusal := self._refuse(uuid, handles):
             sentence = f"reconfigure (uuid {uuid}): rank {MPI.COMM_WORLD.rank} of the job has refused: {refusal}"
-            self.send(handles, Note(0, uuid, GIVEN_UP, sentence))
+            if any(handle[:3] == self.handle[:3] for handle in handles):
+                self.send(handles, Note(0, uuid, GIVEN_UP, sentence))
             raise ArgumentError(f"reconfigure: {refusal}")
         return handles
 
@@ -197,6 +198,11 @@ class GroupMember:
             return (
                 f"the handle {str(given)!r} of rank {own.rank} of the job is stale, it is {str(own)!r} now: ask for "
                 "new handles before each reconfigure"
+            )
+        if any(maker.is_alive() for maker in _given_up):
+            return (
+                f"rank {own.rank} of the job is still in MPI for an earlier attempt, during which a process has died "
+                "or given up, and can make no other group: leave its handle out, and end its process"
             )
         dead = sorted({*ranks} & {*dead_ranks(MPI.COMM_WORLD)})
         return f"{_have_died(dead)}: leave its handle out" if dead else ""
@@ -278,6 +284,9 @@ def _receive_notes() -> None:
                 member.keep(rank, note)
 
 
+# Threads of failed attempts that may never return from MPI: Open MPI does not always end a call whose communicator was
+# revoked. Later attempts of such a process could wait for them for ever.
+_given_up: list[threading.Thread] = []
 # What failed attempts have made: other processes may still read there that the attempt has failed.
 _failed: list[GroupJobs] = []
 
@@ -322,19 +331,21 @@ class _Attempt:
         hopeless = Clock()
         while maker.is_alive():
             maker.join(JOIN_SECONDS)
-            if not self._dead() and self._clock.seconds() < self._seconds:
+            _receive_notes()
+            if not self._is_hopeless():
                 hopeless = Clock()
             elif hopeless.seconds() > GIVING_UP_SECONDS and not made:
+                _given_up.append(maker)
                 late = f"{self._what} has taken longer than {self._seconds:.3g} s"
-                raise CollectiveError(self._death()) if self._dead() else StallError(late)
+                raise CollectiveError(self._death()) if self._dead() else self._said() or StallError(late)
         if isinstance(made[0], BaseException):
             raise made[0]
         return made[0]
 
     def _make(self, everybody: Collection[int], timeout_seconds: float) -> GroupJobs:
         """Make the communicators, and wait until all members have them. Collective over the members, blocking."""
-        own, clock, left = MPI.COMM_SELF.Dup(), Clock(), self._seconds - self._clock.seconds()
-        with CommCreationGuard(own, lambda: clock.seconds() > left or bool(self._dead())) as guard:
+        own = MPI.COMM_SELF.Dup()
+        with CommCreationGuard(own, self._is_hopeless) as guard:
             self._jobs = jobs = GroupJobs(self._merge_all(own), timeout_seconds)
             self._tell(everybody, MADE)
             self._wait(MADE, everybody)
@@ -368,7 +379,11 @@ class _Attempt:
         return comm
 
     def _copy_pair(self, other: int) -> MPI.Intracomm:
-        """Make a communicator of this member and another one. Blocking."""
+        """Make a communicator of this member and another one. Blocking.
+
+        Once both have said that they are ready, both call Dup, whatever else happens. If only one did, its call would
+        match the other's call of a later attempt.
+        """
         self._tell([other], READY)
         self._wait(READY, [other])
         copy = guard_comm(_pairs[self.ranks[other]].Dup())
@@ -420,17 +435,26 @@ class _Attempt:
         return [rank for rank in ranks if (rank, step) not in notes]
 
     def look(self, waited: float) -> None:
-        """Raise if a member has given up, passes other handles, or has died."""
-        if (error := self._said()) is not None:
-            raise error
-        if self.late() and (death := self._death()):
-            raise CollectiveError(death)
+        """Raise if a member has given up, passes other handles, or has died.
 
-    def _said(self) -> CollectiveError | None:
-        """Return the error of which the notes tell, or None."""
+        After this member has said that it is ready (`_copy_pair`), only the awaited member counts.
+        """
+        step, awaited = self._awaited
+        counted = awaited if step == READY else self.ranks
+        if (error := self._said(counted)) is not None:
+            raise error
+        if self.late() and {*counted} & {*self._dead()}:
+            raise CollectiveError(self._death())
+
+    def _is_hopeless(self) -> bool:
+        """True if the attempt can only fail."""
+        return self._clock.seconds() > self._seconds or bool(self._dead()) or self._said() is not None
+
+    def _said(self, ranks: Collection[int] | None = None) -> CollectiveError | None:
+        """Return the error of which the notes of these ranks of the job (None: of all members) tell, or None."""
         notes = self._member.notes_of(self._uuid)
         for (rank, step), note in sorted(notes.items(), key=lambda item: item[0]):
-            if step == GIVEN_UP:
+            if step == GIVEN_UP and rank in (self.ranks if ranks is None else ranks):
                 return KINDS[note.kind](note.text)
             if step == ARRIVED and (rank not in self.ranks or note.text != self._digest):
                 return MismatchError(

@@ -120,6 +120,16 @@ def stale(job: Job) -> Any:
     return [heard(lambda: dist._reconfigure(3002, handles, timeout=LIMIT)), job.join(EVERYBODY)]
 
 
+def outsider(job: Job) -> Any:
+    """The last rank passes a list of others, who then make their group."""
+    inside, last = job.collect("outsider", EVERYBODY)[:-1], EVERYBODY[-1]
+    said = heard(lambda: dist._reconfigure(3101, inside, timeout=LIMIT)) if last == ME else ""
+    job.wait("outsider, refused", EVERYBODY)
+    if last != ME:
+        said = heard(lambda: dist._reconfigure(3101, inside, timeout=LIMIT).wait()) or job.check(EVERYBODY[:-1])
+    return [said, job.join(EVERYBODY)]
+
+
 def absent(job: Job) -> Any:
     """One rank does not come."""
     handles = job.collect("absent", EVERYBODY)
@@ -207,6 +217,7 @@ CASES: tuple[tuple[Callable[[Job], Any], range], ...] = (
     (split_and_merge, range(WORKERS)),
     (wrong, range(WORKERS)),
     (stale, range(WORKERS)),
+    (outsider, range(WORKERS)),
     (absent, range(WORKERS)),
     (shrink, range(WORKERS)),
     (grow, range(WORKERS + 1)),

@@ -330,7 +330,10 @@ kv.close()
 
 @pytest.mark.skipif(bool(HINDRANCE), reason=HINDRANCE)
 @pytest.mark.parametrize("victim", [2, 1], ids=["a server", "a worker"])
-def test_a_collection_outlives_a_death_with_the_same_bits(tmp_path: Path, victim: int) -> None:
+def test_a_collection_outlives_a_death_with_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for the names of the tests
     found = []
     for victims in ([], [victim]):
         folder = tmp_path / str(len(victims))

@@ -81,6 +81,14 @@ def test_a_stale_handle_ends_the_attempt_on_all(tmp_path: Path, workers: int) ->
 
 
 @ours
+def test_one_that_is_not_in_the_list_disturbs_nobody(tmp_path: Path, workers: int) -> None:
+    found = seen("outsider", workers, tmp_path)
+    assert "no handle is that of this process" in found[workers - 1][0]
+    assert [said for rank, (said, _) in found.items() if rank != workers - 1] == [""] * (workers - 1)
+    assert all(after == "" for _, after in found.values())
+
+
+@ours
 def test_one_that_does_not_come_is_named_at_the_timeout(tmp_path: Path, workers: int) -> None:
     found = seen("absent", workers, tmp_path)
     assert found and all(after == "" for _, after in found.values())
