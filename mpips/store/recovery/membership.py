@@ -15,14 +15,15 @@ from collections.abc import Collection, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
-# stands in `places` for a worker by which the store has grown, and which has no former place
+# The entry in `places` of an additional worker: a spare that has become a worker without taking a dead worker's place.
 NEW = -1
 
 
 class Before(NamedTuple):
     """The last generation, and how its ranks became those of this one.
 
-    All ranks in this record are ranks of the last generation, except the indices of `origin` and `places`.
+    All ranks in this record are ranks of the last generation. Only the indices into `origin` and `places` are ranks of
+    this generation.
 
     Attributes:
         origin: For each rank of this generation, its rank in the last one.
@@ -30,7 +31,7 @@ class Before(NamedTuple):
         nodes: For each rank, its node. A node is named by the lowest rank on it.
         clients: The workers [first, stop) of each client.
         places: For each worker of this generation, the worker whose place it has: its own former rank, or a dead
-            worker. NEW if the store has grown by this worker.
+            worker. NEW for an additional worker, which has nobody's place.
     """
 
     origin: tuple[int, ...]
@@ -50,7 +51,7 @@ class Before(NamedTuple):
         """Return the workers of the last generation whose pushes a worker continues.
 
         In `dist_*` stores this is the worker whose place it has. In other stores these are all members of that worker's
-        client. Empty if the store has grown by this worker.
+        client. The range is empty for an additional worker (`NEW`), which continues nobody's pushes.
         """
         place = self.places[worker]
         if place == NEW:
@@ -97,7 +98,7 @@ def map_ranks(
         nodes: The node of each old rank.
         grow: True if each remaining spare becomes a worker. The new worker becomes the last one of the smallest client.
             If several clients are smallest, it joins the last of these clients.
-        alone: True if every worker is a client of its own, including those by which the store grows.
+        alone: True if every worker is a client of its own, including the spares that become workers.
     """
     spares = [rank for rank in range(old.num_workers + old.num_servers, old.size) if rank not in lost]
     holders = {place: place for place in range(old.num_workers + old.num_servers) if place not in lost}
