@@ -144,7 +144,10 @@ def _flats(x: Sequence[Any], out: Sequence[Any] | None) -> tuple[list[Flat], lis
 
 
 def _block_copies(sources: Sequence[Flat], blocks: Sequence[Any] | None) -> list[tuple[Flat, ...]]:
-    """Return for each array its entry of `blocks` as a vector in a tuple, or () if that entry is None."""
+    """Check `blocks`, which has one entry for each array: None, or an array that gets a copy of this rank's block.
+
+    Return for each array a tuple with its entry as a vector, or () if the entry is None.
+    """
     block_copies: list[tuple[Flat, ...]] = []
     for i, (source, block) in enumerate(zip(sources, blocks or [None] * len(sources), strict=True)):
         if block is None:
@@ -184,8 +187,10 @@ def _drop_repeated(pairs: Sequence[tuple[Flat, Flat]], block_copies: Sequence[tu
     for number, pair in enumerate(pairs):
         once.setdefault(pair, number)
         every[pair] = (*every.get(pair, ()), *block_copies[number])
-    # (start, stop, index of the pair, is written) of all memory in use. Two intervals must not overlap, unless both are
-    # only read. So in address order each interval must begin after the end of all earlier intervals.
+    # (start address, end address, index of the pair, True if it is written) of every array. Two arrays may overlap only
+    # if both are only read. The loop below takes the arrays in the order of their addresses. An array overlaps an
+    # earlier one if it begins before the furthest end of all earlier arrays. `end`, `last` and `written` describe the
+    # array that has this furthest end.
     extents = []
     for (source, target), number in once.items():
         extents.append((target.address, target.address + _nbytes(target), number, True))

@@ -537,12 +537,14 @@ class SparseFile:
         return array, offset
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-        """Map an array that `zeros` has made in this or another process. Raise OSError if it cannot be mapped."""
+        """Map an array that `zeros` has made at this offset, in this or another process. Raises OSError on failure."""
         nbytes = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
         array = np.ndarray(shape, dtype, buffer=mmap.mmap(self._fd, nbytes, offset=offset))
         if nbytes >= HUGE_PAGE and (past := (array.ctypes.data - offset) % HUGE_PAGE):
-            # Huge pages also need an address that is a multiple of their size. The kernel maps a file below earlier
-            # mappings, so a mapping that is longer by `past` begins at such an address.
+            # Huge pages also need an address that is a multiple of their size. This mapping begins `past` bytes after
+            # such an address. The kernel fills free addresses from the top down. So unmap the file, and map it again
+            # with `past` bytes more. The new mapping ends where this one ended, and so begins `past` bytes lower, which
+            # is such an address. The last `past` bytes of the new mapping are not used.
             del array
             array = np.ndarray(shape, dtype, buffer=mmap.mmap(self._fd, nbytes + past, offset=offset))
         return array

@@ -4,8 +4,8 @@ A kernel is the source of a Python function named `kernel`, whose arguments are 
 their types: "float32[]", "const float32[]" (only read), "int64". Callers can compute the same bits by NumPy.
 
 To load a kernel takes about 20 ms from the cache, and half a second without. The first one takes half a second more,
-because it imports Numba. So kernels are loaded where a program sets something up, if that is large enough to pay, and
-no later call waits for them:
+because it imports Numba. So kernels are loaded while a program sets up calls, if these calls are large enough to save
+that time again, and no later call waits for them:
 
     1. `Kernel.prepare` says that the program has set up calls of the kernel, and how large they are.
     2. `Kernel.call_for` counts the elements that NumPy processes in place of the kernel.
@@ -81,9 +81,9 @@ class Kernel:
         return self.compiled is None and not self.failure
 
     def prepare(self, elements: int) -> None:
-        """Load the kernel if that pays for calls with so many elements. Blocking, up to a second or two.
+        """Load the kernel if calls on `elements` elements are expected to save more time than loading takes.
 
-        For the time when a program sets these calls up.
+        Call this while a program sets up, because loading may block for a second or two.
         """
         if self.is_open:
             _engine.prepare(self, elements)

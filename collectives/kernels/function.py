@@ -47,9 +47,10 @@ class Compiled:
         self._kernels: dict[np.dtype, engine.Kernel | None] = {}
 
     def prepare(self, dtype: np.dtype, elements: int = 0) -> engine.Kernel | None:
-        """Return the kernel for a dtype, or None if kernels do not support it.
+        """Return the kernel for arrays of a dtype, or None if kernels do not support the dtype.
 
-        Load it now if that pays for calls with so many elements. Blocking then.
+        If calls on arrays of `elements` elements are expected to save more time than loading takes, the kernel is
+        loaded before this returns. Call this while a program sets up, because loading may block for a second or two.
         """
         kernel = self._kernel_for(dtype)
         if kernel is not None:

@@ -1,4 +1,4 @@
-"""Reduces several vectors to one, element by element, in one pass: by a compiled kernel if that pays, else by NumPy.
+"""Reduces several vectors to one, element by element: by a compiled kernel where it is faster, otherwise by NumPy.
 
 Vectors are combined from the first to the last, and every partial result is rounded to their dtype, as in a sequence of
 NumPy calls. So kernels and NumPy give the same bits, except that NaN payloads may differ.
@@ -34,7 +34,10 @@ SIGNS: dict[Any, str] = {np.add: "+", np.multiply: "*"}
 
 
 class KernelThreshold(NamedTuple):
-    """The smallest reductions for which a kernel pays: passes that NumPy would make, and bytes of a vector."""
+    """The smallest reductions for which a kernel is used instead of NumPy.
+
+    `passes` is the number of times that NumPy would pass over the vectors, and `nbytes` the size of one vector.
+    """
 
     passes: int
     nbytes: int
@@ -74,7 +77,7 @@ def add_parts(parts: Sequence[Vector], out: Vector) -> None:
 
 
 def _add_group(parts: Sequence[Vector], out: Vector) -> None:
-    """Sum up to `MOST_PARTS` vectors by a kernel, if that pays, or by NumPy."""
+    """Sum up to `MOST_PARTS` vectors by a kernel where it is faster, and otherwise by NumPy."""
     # The limit is higher than in LIMITS, because here the arguments of the kernel are checked in every call.
     least = LEAST_BYTES if out.itemsize == 2 else LEAST_WIDER_BYTES
     if out.nbytes >= least and pays(np.add, out.dtype, len(parts), out.nbytes) and isinstance(out, np.ndarray):
@@ -101,9 +104,10 @@ def _add_by_numpy(parts: Sequence[Vector], out: Vector) -> None:
 
 
 def pays(combine: Callable[..., Any], dtype: np.dtype[Any], parts: int, nbytes: int, mean: bool = False) -> bool:
-    """True if a kernel pays for a reduction of `parts` vectors of `nbytes` bytes each.
+    """True if a kernel should be used for a reduction of `parts` vectors of `nbytes` bytes each, because it is faster.
 
-    Kernels for wider elements than 16 bits pay only if this process has loaded Numba anyway.
+    For elements wider than 16 bits a kernel saves too little time to import Numba for it. So for these the result is
+    False unless this process has imported Numba for something else.
     """
     limit = _threshold(dtype)
     if limit is None or combine not in SIGNS or not (dtype.itemsize == 2 or engine.in_use()):
@@ -123,7 +127,16 @@ def _threshold(dtype: np.dtype[Any]) -> KernelThreshold | None:
 
 
 def prepare(combine: Callable[..., Any], dtype: np.dtype[Any], parts: int, nbytes: int, mean: bool = False) -> None:
-    """Load the kernels of a reduction, if they pay. Blocking then, up to a second or two."""
+    """Load the compiled kernels of a reduction, if they are expected to save more time than loading takes.
+
+    Call this while a program sets up, because loading may block for a second or two. Until the kernels are loaded,
+    NumPy does the reduction (`engine`).
+
+    Args:
+        parts: The number of vectors that are reduced to one.
+        nbytes: The size of each vector.
+        mean: True if the result is then divided.
+    """
     if pays(combine, dtype, parts, nbytes, mean):
         groups = {min(parts, MOST_PARTS)}
         if parts > MOST_PARTS and (rest := (parts - 1) % (MOST_PARTS - 1)):

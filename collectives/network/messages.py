@@ -155,11 +155,17 @@ class MessagePlan:
 
 
 class Workspace:
-    """The vector that a call over messages works in.
+    """The memory in which one rank runs a call over messages.
 
-    A schedule needs memory for the whole vector, and x must stay unchanged. So `vector` is `out` if the result on this
-    rank is the whole vector, and otherwise memory from `allocate`. Messages are sent from `source`. This is `vector`,
-    except in alltoall: there, blocks are sent from x or a copy of x, and arrive in out (`Call.arrival`).
+    A schedule works on the whole vector of `call.n` elements. But out may be shorter, and x must stay unchanged unless
+    the call is in place.
+
+    Attributes:
+        vector: The memory into which values are received and added. This is out if the call is in place, or if the
+            whole vector is this rank's result. Otherwise it is memory from `allocate`.
+        source: The memory from which messages are sent. This is `vector`, except in an alltoall, whose blocks arrive in
+            out and are sent from x. If the alltoall is in place, arriving blocks overwrite x, so they are sent from a
+            copy of x.
     """
 
     def __init__(
@@ -182,7 +188,7 @@ class Workspace:
         self._scale = scale(self._result, call.p) if mean else []
 
     def begin(self) -> None:
-        """Copy this rank's input to its place in the vector."""
+        """Copy this rank's input to its place in `vector`. In an alltoall also copy this rank's own block to out."""
         call = self._call
         own = slice(*call.block(self._rank))
         if call.kind == "alltoall":
@@ -203,7 +209,11 @@ class Workspace:
             np.copyto(self._out, self._result)
 
     def arriving(self, start: int, stop: int, chunks: tuple[int, int]) -> Vector:
-        """Return the memory that receives elements [start, stop), which are the chunks `chunks` of the schedule."""
+        """Return the memory that receives elements [start, stop) of the vector.
+
+        `chunks` names the same elements as chunks [first, last) of the schedule. In an alltoall, each chunk has its own
+        place in out (`Call.arrival`).
+        """
         if self._call.kind != "alltoall":
             return self.vector[start:stop]
         first, last = (self._call.arrival(self._rank, chunk) for chunk in (chunks[0], chunks[1] - 1))

@@ -1,4 +1,8 @@
-"""Run a call on one node, compiled for its arrays: put, enter, meet, take; or phases with meetings.
+"""Run a call between the ranks of one node, by a program that is compiled for the arrays of the call.
+
+Every rank puts its input where the others can read it, unless they can read it already. The rank then enters the call,
+and waits until all ranks have entered. Now the ranks compute the result. Some programs do this in several phases, and
+all ranks meet after each phase.
 
 There are four kinds of programs (`program`). All ranks choose the same kind, by the arrays that all of them pass:
 
@@ -68,17 +72,28 @@ class WayLimits(NamedTuple):
 
 
 class CallArray(NamedTuple):
-    """One array of a call. x and out are this rank's parts of the whole vector (`Call.extent_of_x`)."""
+    """One of the arrays that a call processes, as this rank passes it.
+
+    `x` and `out` are the parts of the whole vector that this rank passes and gets (`Call.extent_of_x`).
+    """
 
     call: Call
     x: Window
     out: Window
-    # Vectors into which this rank's block of the result is copied too. Only in calls of several arrays.
+    # Further vectors, as long as the whole vector, into which this rank copies its block of the result as well. The
+    # block of a rank is the part of the result that the rank computes. Only calls of several arrays use this.
     block_copies: tuple[Vector, ...] = ()
 
 
 def call_array(call: Call, rank: int, x: Flat, out: Flat, block_copies: Sequence[Flat] = ()) -> CallArray:
-    """Return the CallArray of a call whose x and out are at these addresses in this rank's memory."""
+    """Describe one array of a call, from the addresses of this rank's memory, as a `CallArray`. Local.
+
+    Args:
+        rank: This rank's number among the ranks of the call.
+        x: The address, length and type of the array to read.
+        out: The address, length and type of the array for the result. For an in-place call it equals `x`.
+        block_copies: The addresses of further vectors that get a copy of this rank's block (`CallArray.block_copies`).
+    """
     in_place = x == out
     return CallArray(
         call,
@@ -93,9 +108,9 @@ class NodeExecutor:
 
     Args:
         board: The board on which the ranks meet.
-        text: The call in words, as ranks compare it.
+        text: A description of the call. The ranks compare it, to find out whether all of them make the same call.
         parts: The arrays of the call. Several arrays are reduced in the same phases.
-        ways: The sizes at which to use another kind of program.
+        ways: The sizes at which vectors change from one kind of program to another.
     """
 
     holds = False

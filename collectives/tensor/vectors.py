@@ -1,12 +1,17 @@
-"""The vectors of one worker, and the operations on them that algorithms need, by NumPy. On GPUs `cuda` does the work.
+"""Reduces the vectors of one worker to one vector in host memory, and copies a result back to them, by NumPy.
 
-A tensor is a group of vectors of one length and type, one for each GPU of the worker, that is reduced as a single
-object (MXNET-MPI paper, section 6.1). The methods `gather` and `spread` may return before their work is done. They
-return a *ticket*: a function that never blocks, and returns True once the work is done. In figure 9 of the paper these
-methods are GpuStart, and the ticket is GpuWait.
+A worker may have several GPUs with a vector on each. These vectors have one length and type, and are reduced as a
+single object, a *tensor* (MXNET-MPI paper, section 6.1). A collective on tensors works on them through `TensorVectors`:
 
-`vector_place` finds the address and type of a user's array on the host or on a GPU. A place does not keep the array
-alive; the caller of a collective must.
+    gather    reduces an interval of all vectors of the worker into host memory, from where other workers get it
+    spread    copies an interval of the result from host memory to all vectors of the worker
+
+`HostVectors` does this with NumPy for vectors in host memory. The module `cuda` does it for vectors on GPUs. Both
+methods may return before their work is done. They return a *ticket*: a function that never blocks, and returns True
+once the work is done. In figure 9 of the paper these methods are GpuStart, and the ticket is GpuWait.
+
+`vector_place` finds out where a user's array lies, and returns this as a `VectorPlace`: the address, the number of
+elements, their type, and the GPU. A `VectorPlace` does not keep the array alive, so the caller of a collective must.
 """
 
 from __future__ import annotations
@@ -58,14 +63,14 @@ class TensorVectors(Protocol):
         ...
 
     def gather(self, start: int, stop: int, incoming: Vector | None, out: Vector) -> Ticket:
-        """Reduce `incoming` (if given) and elements [start, stop) of all sources into `out`.
+        """Begin to reduce `incoming` (if given) and elements [start, stop) of all source vectors into `out`.
 
-        `incoming` and `out` are on the host.
+        `incoming` and `out` are vectors of stop - start elements in host memory.
         """
         ...
 
     def spread(self, start: int, stop: int, source: Vector) -> Ticket:
-        """Copy `source`, on the host, to elements [start, stop) of all targets."""
+        """Begin to copy `source`, which is in host memory, to elements [start, stop) of all target vectors."""
         ...
 
 
@@ -141,7 +146,7 @@ _READ_ONLY = ("jax", "jaxlib")
 
 
 class VectorPlace(NamedTuple):
-    """The address of a vector of n elements, and its GPU. `device` is None in host memory."""
+    """Where a vector of n elements lies: its address, and the number of its GPU. `device` is None in host memory."""
 
     address: int
     n: int
@@ -153,16 +158,16 @@ class VectorPlace(NamedTuple):
         return self.address + element * self.dtype.itemsize
 
     def moved(self, address: int) -> VectorPlace:
-        """Return a place with the same elements at another address."""
+        """Return the `VectorPlace` of a vector with the same length, type and GPU at another address."""
         return self._replace(address=address)
 
     def vector(self) -> Vector:
-        """Return a NumPy view. The place must be on the host."""
+        """Return the vector as a NumPy array, without a copy. The vector must lie in host memory."""
         return Flat(self.address, self.n, self.dtype).vector()
 
 
 def vector_place(x: Array, name: str, written: bool) -> VectorPlace:
-    """Return the place of a C-contiguous array of any shape. Local.
+    """Find out where a C-contiguous array of any shape lies. Local.
 
     Args:
         x: An array of NumPy, an array on the host with `__array_interface__` or DLPack (torch), or an array with

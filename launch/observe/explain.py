@@ -378,7 +378,8 @@ def _explain_ended(head: str, ranks: Sequence[Rank], missing: int, end: Mapping[
         return Explanation("ended", f"{head} has ended. R{death[1:]}{last}.{rest}", (dead[0].rank,))
     silent = [each for each in ranks if not each.end.get("failed")]
     own = [each for each in ranks if each.end.get("own")]
-    # text after the name of a rank -> the ranks for which this text is true
+    # Ranks that ended in the same way get one sentence together, for example "Ranks 3 and 4 ended without a word, as by
+    # SIGKILL." A key is such a sentence without its subject "Ranks 3 and 4". The value is the list of these ranks.
     endings: dict[str, list[int]] = {}
     for each in [] if own else silent:
         role = f" ({each.role})" if each.role else ""

@@ -55,10 +55,13 @@ class MpirunEnd(NamedTuple):
 
 
 class OrdinaryVerdict:
-    """The verdict on a job that ends when one of its ranks dies.
+    """The rules for the end of a job without --spares, which ends when one of its ranks dies.
+
+    While the job runs, `end_time` tells `mpips run` when to end it, and `news` what to report. After mpirun has ended,
+    `code` is the exit code of the job, and `sentence` and `death` describe why the job ended.
 
     Args:
-        presence: The ranks on this machine.
+        presence: What is known about the ranks on this machine: which have started, failed or died.
         roles: The role of each rank, for messages.
     """
 
@@ -142,10 +145,15 @@ class OrdinaryVerdict:
 
 
 class SurvivingVerdict:
-    """The verdict on a job whose remaining ranks go on when a rank dies. The last `spares` ranks are spares.
+    """The rules for the end of a job with --spares, whose remaining ranks go on when a rank dies.
 
     The job ends when no rank has work left. If some ranks are on other hosts, only mpirun notices that no rank has work
-    left.
+    left. The methods are those of `OrdinaryVerdict`.
+
+    Args:
+        presence: What is known about the ranks on this machine.
+        roles: The role of each rank, for messages.
+        spares: The number of spares, which are the last ranks of the job.
     """
 
     def __init__(self, presence: Presence, roles: Sequence[str], spares: int) -> None:

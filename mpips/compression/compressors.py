@@ -112,7 +112,15 @@ class Compressor:
         return False
 
     def prepare(self, dtype: np.dtype, elements: int = 0) -> None:
-        """Load the kernels for gradients of this dtype and of so many elements, if they pay. Blocking then."""
+        """Load the compiled kernels that encode and decode gradients, if they will probably save time.
+
+        Small gradients save less time than loading takes (`collectives.kernels.engine`). Call this while a program sets
+        up, because loading may block for a second or two.
+
+        Args:
+            dtype: The dtype of the gradients.
+            elements: The number of elements of a gradient.
+        """
         for kernel in (kernels.fit, *self._kernels):
             kernel.prepare(dtype, elements)
 

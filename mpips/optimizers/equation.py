@@ -122,10 +122,17 @@ class Equation:
         return _run_kernel(way, weights, [gradient.reshape(-1)], state, numbers, weights.size // len(table), rows)
 
     def prepare(self, dtype: np.dtype, parts: int = 1, elements: int = 0) -> engine.Kernel | None:
-        """Load the kernel that updates `elements` weights by the sum of `parts` gradients, if it pays.
+        """Load the compiled kernel for weights of this dtype, if it is expected to save more time than loading takes.
 
-        Blocking, up to a second or two. Return the kernel, or None if weights of this dtype are always updated by
-        NumPy.
+        Call this while a program sets up, because loading may block for a second or two. Until the kernel is loaded,
+        NumPy does the updates, with the same bits (`collectives.kernels.engine`).
+
+        Args:
+            parts: The number of gradients that one update sums.
+            elements: The number of weights that one update changes. Larger updates make a kernel more useful.
+
+        Returns:
+            The kernel, which may not be loaded yet. None if NumPy does all updates of this dtype.
         """
         kernel = _way(self, dtype, min(parts, MOST_PARTS), ask=True).kernel if dtype.name in trace.WIDE else None
         if kernel is not None:
@@ -326,7 +333,10 @@ def _block(name: str, dtype: np.dtype, length: int, like: np.ndarray) -> np.ndar
 
 
 def prepare(optimizer: Optimizer | None, dtype: np.dtype, parts: int = 1, elements: int = 0) -> None:
-    """Load the kernel that updates `elements` weights by the sum of `parts` gradients, if it pays. Blocking then."""
+    """Load the compiled kernel of an optimizer, as `Equation.prepare` says. Blocking, up to a second or two.
+
+    Does nothing if there is no optimizer, or if the optimizer is not an `Equation`: those have no kernel.
+    """
     if isinstance(optimizer, Equation):
         optimizer.prepare(dtype, parts, elements)
 

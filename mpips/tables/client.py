@@ -36,6 +36,7 @@ from mpips.tables.initial import FirstValues
 from mpips.tables.messages import decode_answer
 
 Payload = NDArray[np.uint8]
+# Indices in `KnownTable.numbers`.
 PUSHED, ASKED, IN_PLACE, REFUSED = map(page.TABLE.index, ("pushed", "asked", "in_place", "refused_pushes"))
 # The number of pieces of memory that are kept for later calls. Three are enough to alternate two pushes and a pull.
 KEPT = 3
@@ -213,7 +214,10 @@ class KnownTable:
 
     @functools.cached_property
     def numbers(self) -> memoryview:
-        """Counters of this worker's calls of the table (`recorder.page.TABLE`), in memory that other processes read."""
+        """Counts of what this worker does with the table, in memory that other processes read to observe the job.
+
+        The indices are `PUSHED`, `ASKED`, `IN_PLACE` and `REFUSED`. `recorder.page.TABLE` explains these counts.
+        """
         return recorder.table_numbers(self.name)
 
     @property

@@ -282,12 +282,12 @@ class RowMirror:
         return not self._open[table]
 
     def begin(self, card: MakeTable, capacity: int, journal: Journal) -> None:
-        """Send all rows of a table. The rows must not change until the mirror has them."""
+        """Queue all rows of a table for the mirror. The rows must not change until `has` is True for the table."""
         begins: list[TableBegins | RowsChanged] = [TableBegins(card, capacity, journal.workers)]
         self._queue(card.table, chain(begins, _changes(card.table, journal, int(journal.words[ROWS]))))
 
     def round_over(self, table: str, journal: Journal) -> None:
-        """Send the rows that the last round has changed."""
+        """Queue the rows that the last round of a table has changed, for the mirror. `turn` sends them."""
         if self._to is not None:
             at = journal.changed()
             # Make a list, so that the rows are copied now, before the next round changes them.
@@ -307,7 +307,12 @@ class RowMirror:
         return worked
 
     def stop(self) -> None:
-        """Stop at the end of the generation. Nothing waits for the mirror any more."""
+        """Close this connection, because the generation has ended. Local.
+
+        Messages that have arrived are still handled. Messages that have not been sent are dropped. Messages that are
+        being sent keep their memory until MPI has sent them. The server does not wait for the mirror's acknowledgements
+        any more, because it drops the requests of workers that waited for them.
+        """
         with suppress(CollectiveError):
             self._receive()
         requests.keep_until_complete(request for _, request, _ in self._under_way)

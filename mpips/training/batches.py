@@ -1,4 +1,4 @@
-"""Batches for training: from arrays that the workers share out (`Arrays`), or from any iterable (`Batches`)."""
+"""Batches for training: from two arrays that the workers divide (`Arrays`), or from any iterable (`Batches`)."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ LONG_SECONDS = 10.0
 
 
 def shares(samples: int, batch_size: int, epoch: int, seed: int, kv: KVStore, dealt: int = 0) -> Iterator[np.ndarray]:
-    """Yield the indices (batch_size,) of the rows that this worker takes in each mini-batch of an epoch.
+    """Yield the indices (batch_size,) of the samples that this worker takes in each step of an epoch.
 
-    The first `dealt` samples in the order of the epoch are skipped.
+    All workers compute the same order of the samples from the seed and the epoch. In each step every worker takes the
+    next `batch_size` samples of this order, worker after worker. The first `dealt` samples of the order are skipped.
     """
     order = np.random.default_rng([seed, epoch]).permutation(samples)
     mini_batch = batch_size * kv.num_workers
@@ -52,9 +53,10 @@ def check_enough(samples: int, batch_size: int, workers: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Arrays:
-    """Batches of two arrays, x (samples, ...) and y (samples, ...), which are the same on every worker.
+    """Batches that are cut from two arrays, x (samples, ...) and y (samples, ...).
 
-    Every epoch has a new order of the samples, and each worker takes its share. All workers have equally many batches.
+    Every worker must pass the same two arrays and the same seed. Each epoch puts the samples in a new order, which is
+    the same on every worker, and each worker takes its own share of them. All workers get the same number of batches.
     """
 
     x: Samples
@@ -143,7 +145,7 @@ def _has_length(batches: object) -> bool:
 def _unmeasured(batches: Iterable[Any], kv: KVStore | None) -> Iterator[Any]:
     """Yield the batches of an iterable without a length.
 
-    If they go on for long, warn. In a synchronous store only rank 0 warns.
+    Warn once if they have not ended after `LONG_SECONDS`. In a synchronous store only rank 0 warns.
     """
     began, warned = time.monotonic(), kv is not None and kv.rank > 0 and not kv.layout.asynchronous
     for number, batch in enumerate(batches):

@@ -1,8 +1,12 @@
 """Cut a new key into parts for the servers, as `sharding` decides.
 
-A *unit* is a part on one server that always has the same contributors. To a worker a unit is a *shard*, and its
-description for the server is a *card*. A *piece* is a part of a key that a client, which is a group of workers, sums
-at a time. A piece consists of one or more shards.
+A key is cut in three steps:
+
+    key into parts      one part for each server that stores elements of the key
+    part into pieces    a client, which is a group of workers that sum before they push, sums one piece at a time
+    piece into units    a unit always has the same contributors, which are the workers that push it
+
+A unit has two descriptions. A *shard* describes it to a worker, and a *card* describes it to its server.
 """
 
 from __future__ import annotations
@@ -66,14 +70,19 @@ class Cutting:
     def cut(
         self, key: Key, lines: Sequence[LineToServer], cards: Cards, parts: Sequence[tuple[int, Interval]] | None = None
     ) -> None:
-        """Give a key its pieces and shards, and append its units to `cards`.
+        """Cut a key into parts, the parts into pieces, and the pieces into units. Local.
 
-        Raises ValueError if the store has too many units.
+        Sets the pieces of the key (`key.pieces`), a shard for each unit (`key.shards`), and the shards that this worker
+        pushes (`key.pushes`).
 
         Args:
             lines: The connection to each server. On ranks without connections, a None for each server.
-            parts: (server, interval) for each server's part of the key, if servers already have the key. None: choose
-                the servers.
+            cards: server -> a list, to which a card for each new unit of the server is appended.
+            parts: (server, interval of elements) for each part, if servers already have the key. None: choose the
+                servers.
+
+        Raises:
+            ValueError: The store has too many units.
         """
         options = self._layout.options
         sharers = max(map(len, self._groups))

@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
-# stands in `places` for a worker by which the store has grown, and which has no former place
+# The entry in `places` of an additional worker: a spare that has become a worker without taking a dead worker's place.
 NEW = -1
 
 
@@ -33,7 +33,7 @@ class Before(NamedTuple):
         nodes: For each rank, its node. A node is named by the lowest rank on it.
         clients: The workers [first, stop) of each client.
         places: For each worker of this generation, the worker whose place it has: its own former rank, or a dead
-            worker. NEW if the store has grown by this worker.
+            worker. NEW for an additional worker, which has nobody's place.
     """
 
     origin: tuple[int, ...]
@@ -108,7 +108,7 @@ def map_ranks(
         nodes: The node of each old rank.
         grow: True if each remaining spare becomes a worker. The new worker becomes the last one of the smallest client.
             If several clients are smallest, it joins the last of these clients.
-        alone: True if every worker is a client of its own, including those by which the store grows.
+        alone: True if every worker is a client of its own, including the spares that become workers.
     """
     spares = [rank for rank in range(old.num_workers + old.num_servers, old.size) if rank not in lost]
     holders = {place: place for place in range(old.num_workers + old.num_servers) if place not in lost}

@@ -347,12 +347,18 @@ class Member(Generic[T]):
         return OldMemory(layout.before, former_rank(layout), lambda rank: old.service_of(rank, name, number), described)
 
     def move(self, plan: RecoveryPlan) -> ServerReady:
-        """Send what others need, and receive what this rank needs. Collective, blocking."""
+        """Do step 5 on this rank: send old values to the servers that need them, and receive what this rank needs.
+
+        Collective, blocking. Return this rank's message about its new units. Only a server's message has content.
+        """
         self.run_movers(plan)
         return ServerReady()
 
     def read_old(self, piece: UnitSlice) -> list[Array]:
-        """Return values and state of an old unit that this rank can read. The caller must not change them."""
+        """Return the values and the optimizer state of a unit of the last generation that this rank can read.
+
+        The caller must not change the arrays.
+        """
         return self.old_memory.arrays_of(piece.owner, piece.unit, piece.before, self.generation.number)
 
     def run_movers(
@@ -362,9 +368,16 @@ class Member(Generic[T]):
         old_units: Sequence[Unit] = (),
         services: Mapping[str, Service] | None = None,
     ) -> None:
-        """Send what others need from memory that this rank reads, and fill its own new `units` and `services`.
+        """Send old values to the servers that need them. On a server, also fill its new units and services.
 
-        Collective, blocking.
+        Collective, blocking. Old values are those of the last generation. This rank can read old values in its own
+        memory, and in the memory of other servers of its node, even of dead ones. The plan says which this rank sends.
+
+        Args:
+            plan: The plan of the recovery, which is the same on every rank.
+            units: On a server, its units in the next generation, in the order of the plan.
+            old_units: On a server, its units in the last generation. The plan lets it keep the arrays of some of them.
+            services: On a server, its services in the next generation, such as tables, by name.
         """
         layout, own = self.layout, services or {}
         unit_mover = UnitMover(plan, layout, self.read_old, units, old_units)
@@ -434,13 +447,13 @@ def make_units(
 
 
 class UnitMover:
-    """Sends the units that other ranks need from this rank, and fills this rank's own new units.
+    """Sends values of old units that other ranks need from this rank, and fills this rank's own new units.
 
-    The constructor posts all messages, and copies what this rank can read itself. When `is_over` returns True, call
-    `finish`.
+    Old units are those of the last generation. The constructor posts all messages, and copies into the new units what
+    this rank can read itself. When `is_over` returns True, call `finish`.
 
     Args:
-        read: Returns values and state of an old unit that this rank can read.
+        read: `Member.read_old`. It returns the values and the optimizer state of an old unit.
         units: The new units of this server, in the order of the plan.
         old_units: The units that this server had in the last generation.
     """
@@ -481,7 +494,7 @@ class UnitMover:
             unit.begin_at(planned.round, planned.pushes, state, step, planned.torn)
 
     def _old_arrays(self, source: UnitSource) -> list[Array]:
-        """Return the values and the state of the elements that a source names. The caller must not change them."""
+        """Return the old values and optimizer state of the elements that a source names. Do not change the arrays."""
         piece, start = source.slice, self._plan.copy_of(source).start
         return [array[piece.start - start : piece.stop - start] for array in self._read(piece)]
 

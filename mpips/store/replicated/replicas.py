@@ -55,7 +55,11 @@ class ReplicaSettings:
         self.residuals: Residuals | None = None
 
     def optimizer_of(self, key: Key) -> Optimizer | None:
-        """Return the optimizer of a key. Load the compiled loop of its updates, if it pays."""
+        """Return the optimizer of a key, or None if it has no optimizer.
+
+        Also load the compiled loop of the key's updates, if it is expected to save more time than loading takes.
+        Loading may block for a second or two.
+        """
         optimizer = self.groups.of(key.name)
         prepare(optimizer, key.dtype, elements=key.size)
         return optimizer

@@ -50,13 +50,19 @@ class MeetingPlace(Protocol):
 
 
 class _Word(msgspec.Struct, array_like=True):
-    """What a rank brings to `agree`. `refusal`: the reason why the rank cannot make the call, or ""."""
+    """The message that a rank sends to all others in `agree`: the arguments that it has passed there."""
 
+    # the name of the call
     what: str
+    # (name, argument), which must be the same on all ranks
     items: list[tuple[str, str]]
+    # the reason why the rank cannot make the call, or ""
     refusal: str = ""
+    # True if the reason is a TypeError, and False if it is a ValueError
     type_error: bool = False
+    # bytes for the other ranks, which are not compared
     data: bytes = b""
+    # a text by which different calls may meet, or ""
     alike: str = ""
 
 
@@ -79,7 +85,8 @@ def agree(
         what: The name of the call.
         items: (name, argument for this name), such as (key, "float32(3, 4)"). All workers must pass the same items.
         refusal: The error in this rank's own arguments, if there is one.
-        noun: What the names in `items` are names of, for error messages.
+        noun: The kind of thing that is named in `items`, such as "key", for error messages.
+        data: Bytes for the other ranks. They are not compared.
         everybody: True if all ranks of the store take part, not only the workers.
         alike: Different calls may meet if all of them pass the same word here. "": only equal calls may meet.
 
@@ -119,13 +126,13 @@ def attempt(make: Callable[[], Any]) -> tuple[Any, BaseException | None]:
 
 
 def data_of(word: bytes, what: str) -> bytes:
-    """Return the `data` that a rank has brought to an `agree` of the call `what`. b"" for any other meeting."""
+    """Return the `data` in a rank's message, if the message comes from an `agree` of the call `what`. Otherwise b""."""
     said = _decoded(word)
     return said.data if said is not None and said.what == what else b""
 
 
 def call_of(word: bytes) -> str:
-    """Return the name of the call that a rank has brought to an `agree`. "" for any other meeting."""
+    """Return the name of the call in a rank's message, if the message comes from an `agree`. Otherwise ""."""
     said = _decoded(word)
     return "" if said is None else said.what
 
@@ -143,11 +150,15 @@ def _decoded(word: bytes) -> _Word | None:
 
 @dataclass
 class Watch:
-    """The rule of one wait: how long it may last, what else may end it (`look`), and which ranks are late."""
+    """The rules for one wait."""
 
+    # how long the wait may last
     limits: Limits
+    # called now and then with the seconds that have passed; raises an error to end the wait
     look: Callable[[float], None] = lambda waited: None
+    # returns the ranks that have not come yet, for messages
     late: Callable[[], Sequence[int]] = tuple
+    # the seconds of waiting after which the waiting rank sleeps between looks
     nap_after: float = NAP_AFTER_BETWEEN_NODES
 
 

@@ -67,7 +67,11 @@ class InRounds(Protocol):
 
 
 class Late:
-    """The long waits at one server. `clock` values are seconds of any monotonic clock."""
+    """The long waits at one server.
+
+    This class does not read a clock. Its caller passes the current time as `clock`, in seconds, always from the same
+    clock, which must never go backward.
+    """
 
     def __init__(self, stall_seconds: float = 60.0, timeout_seconds: float = 0.0) -> None:
         self.stall_seconds = stall_seconds

@@ -30,8 +30,9 @@ PART_BYTES = 1 << 20
 class Reduce:
     """The arithmetic of one server.
 
-    Each method that sums does as much as is possible at present, and counts finished blocks in `unit.block`. Methods
-    that return a bool return True if they have done anything. The round is over when `unit.block` is `unit.blocks`.
+    A method that sums never waits for a contribution: it uses what has arrived, and counts finished blocks in
+    `unit.block`. The server calls the method again until `unit.block` is `unit.blocks`. Then the round is over. Methods
+    that return a bool return True if they have done anything.
 
     Args:
         threads: Number of threads for a long sum, including the caller's.
@@ -56,7 +57,10 @@ class Reduce:
         unit.block = 1
 
     def sum_blocks(self, unit: Unit, sources: Sequence[Contribution]) -> bool:
-        """Sum and write the next blocks that all contributors have filled, on all threads if that is worth it."""
+        """Sum and write the next blocks that all contributors have filled, on all threads if `worth_sharing`.
+
+        Return False if some contributor has not filled the next block.
+        """
         first = stop = unit.block
         limit = min(stop + BURST * self._team.threads, unit.blocks)
         while stop < limit and all(source.ready(stop) for source in sources):
@@ -122,9 +126,10 @@ class Reduce:
     # ---- sums in which some payloads come as messages
 
     def sum_arriving(self, unit: Unit, sources: Sequence[Contribution]) -> bool:
-        """Add the parts of the next block that have arrived, in the order of contributors.
+        """Add the contributors' parts of one block, as far as they have arrived, in the order of contributors.
 
-        Write the block once the parts of all contributors have been added.
+        Once the parts of all contributors have been added, write the sum as the next block. Return False if nothing was
+        added, because the part that must be added next has not arrived.
         """
         number, first, last = unit.block, unit.part, len(sources) - 1
         start, stop = unit.bounds(number)
@@ -156,12 +161,16 @@ class Reduce:
         unit.block += 1
         _tell(unit, unit.block)
 
-    # ---- sums in which some payloads are compressed or row-sparse
+    # ---- sums in which some payloads are coded, which means compressed or row-sparse
 
     def sum_coded(self, unit: Unit, sources: Sequence[Contribution]) -> bool:
-        """Add the next contribution. When all have been added, write the next block of the sum.
+        """Do one step of a round in which at least one contribution is coded. Called again until the round is over.
 
-        If all contributions are row-sparse, only the rows that they name are written.
+        The first steps add the contributions, in order. A step adds a whole coded contribution, or one block of a plain
+        one. Once all have been added, each further step writes one block of the sum. If all contributions are
+        row-sparse, a single step writes the sum, and only to the rows that the contributions name.
+
+        Return True if a step was done, and False if the contribution that must be added next has not arrived.
         """
         if unit.part < len(sources):
             return _add_next(unit, sources[unit.part])
@@ -175,7 +184,10 @@ class Reduce:
     # ---- asynchronous stores: one contribution by itself
 
     def apply_single(self, unit: Unit, source: Contribution) -> bool:
-        """Apply the next block of a single contribution, or all of it if it is coded."""
+        """Apply one push as an update of its own: its next block, or the whole push if it is coded.
+
+        Return False if this block, or the whole coded push, has not arrived.
+        """
         if not source.ready(unit.block):
             return False
         if source.sparse:
@@ -198,9 +210,10 @@ class Reduce:
 
 
 def _add_next(unit: Unit, source: Contribution) -> bool:
-    """Add the next contribution, or one block of it, to the sum of the round.
+    """Add `source`, which is the next contribution, to the sum of the round. If it is plain, add only its next block.
 
-    The sum is kept as rows as long as all contributions are rows.
+    The sum is kept as rows as long as all contributions are row-sparse. Return False if the contribution, or its next
+    block, has not arrived.
     """
     if not source.ready(unit.part_block):
         return False
@@ -231,7 +244,10 @@ def _add_next(unit: Unit, source: Contribution) -> bool:
 
 
 def _write_rows(unit: Unit, empty: bool) -> None:
-    """Write the sum of a round whose contributions are all rows. `empty`: all of them are empty."""
+    """Write the sum of a round whose contributions are all row-sparse, which completes the round.
+
+    If all contributions are `empty`, nothing is written.
+    """
     if empty:
         unit.pass_round()
     else:

@@ -156,7 +156,10 @@ class ServiceMirror(Protocol):
         """Receive what has arrived, and send as much as there is room for. Return True if anything was done."""
 
     def stop(self) -> None:
-        """Stop at the end of the generation. From now on nothing waits for the mirror."""
+        """Close the connection, because the generation has ended.
+
+        What has not been sent yet is dropped. The server drops the requests that waited for the mirror as well.
+        """
 
 
 class ServiceCopies(Protocol):
@@ -202,12 +205,13 @@ class ServicePlan(Protocol):
 
     @property
     def rounds(self) -> Mapping[Name, int]:
-        """The round of each collection, including internal ones."""
+        """Collection -> the round at which it begins in the next generation. Includes internal collections."""
 
     def rounds_of(self, rank: int) -> Mapping[Name, int]:
-        """Return the round of each collection except internal ones.
+        """Return collection -> the round from which `rank` goes on, without internal collections.
 
-        If `rank` is a worker, the round is the number of its pushes that count.
+        A worker goes on from the number of its own pushes that the restored values contain. Its later pushes are lost.
+        Any other rank goes on from the round of the collection.
         """
 
     @property
@@ -220,7 +224,7 @@ class FoundService(Protocol):
 
     @property
     def rounds(self) -> Mapping[Name, Sequence[int]]:
-        """For each collection, the rounds that can be restored. Empty if the collection is lost."""
+        """Collection -> the rounds that can be restored. A lost collection has an empty sequence."""
 
     @property
     def lost(self) -> Sequence[Name]:

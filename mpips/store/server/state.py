@@ -63,11 +63,18 @@ def _marks() -> recorder.Marks:
 
 
 class ServerState(ABC):
-    """All units of one server. `clock` values are seconds of any monotonic clock.
+    """All units of one server. Subclasses decide when a push is applied to a unit.
+
+    This class does not read a clock. Its caller passes the current time as `clock`, in seconds, always from the same
+    clock, which must never go backward.
 
     Args:
-        remote: Workers of other nodes, which read by messages.
-        mirror: Where changed units are sent.
+        remote: The workers on other nodes, which read units by messages.
+        late: Finds the waits that have become too long.
+        reduce: Sums the pushes.
+        optimizers: The optimizers of the keys.
+        mirror: The connection over which changed units are sent to the server that keeps copies of them.
+        compressor: Decodes pushes. None if pushes are not compressed.
     """
 
     asynchronous: bool
@@ -119,8 +126,8 @@ class ServerState(ABC):
     def pushed(self, unit: Unit, index: int, source: Contribution, priority: int, clock: float) -> None:
         """Take a push of the contributor at `index`. MismatchError if the round of this push can never end.
 
-        `clock` counts only in a store with a quorum. Elsewhere the next `tick` sets when a round began to wait, because
-        reading the clock at every push takes time.
+        `clock` (the time now) is used only in a store with a quorum. In other stores the next `tick` notes since when a
+        round has been waiting, because reading the clock at every push takes time.
         """
 
     def pulled(self, number: int, worker: int, round_: int, rows: NDArray[Any] | None = None) -> Replies:
@@ -325,7 +332,11 @@ class ServerState(ABC):
         self._prepare(unit)
 
     def _prepare(self, unit: Unit) -> None:
-        """Load the compiled loops that will sum and update a unit, if they pay. Blocking then."""
+        """Load the compiled loops that will sum and update a unit, if they will probably save time.
+
+        Small units save less time than loading takes, which may block for a second or two (`equation.prepare`). Also
+        make the text that all timing records of the unit share.
+        """
         if self.compressor is not None:
             self.compressor.prepare(unit.stored.dtype, unit.stored.size)
         nbytes, size, dtype = unit.stored.nbytes, unit.stored.size, unit.stored.dtype.name

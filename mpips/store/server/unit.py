@@ -32,7 +32,7 @@ class Known(dict[K, V]):
     """A dict of what workers can name in messages, such as units. A missing name raises UnknownError.
 
     Args:
-        noun: What the names are names of, for the text of the error.
+        noun: The kind of thing that has these names, such as "unit", for the text of the error.
     """
 
     def __init__(self, noun: str) -> None:
@@ -69,22 +69,26 @@ class Contribution:
         return True
 
     def part(self, block: int, start: int, stop: int) -> Array:
-        """Return elements [start, stop) of the unit, which belong to this block. Plain payloads only.
+        """Return elements [start, stop) of the unit, which belong to this block. Only for payloads that are not coded.
 
-        Use the elements at once: the memory of a block that came as a message is reused when the next one is asked for.
+        Use the elements at once: if the block came as a message, its memory is reused when the next block is asked for.
         """
         raise TypeError("the payload has no plain elements")
 
     def add_to(self, out: Array) -> None:
-        """Add all elements to `out`. Coded payloads only."""
+        """Add all elements of the push to `out`. Only for coded payloads."""
         raise TypeError("the payload is not coded")
 
     def rows(self) -> RowSparse:
-        """Return the payload as rows. Sparse payloads only."""
+        """Return the payload as rows. Only for row-sparse payloads."""
         raise TypeError("the payload is not row-sparse")
 
     def whole(self) -> Array:
-        """Return all elements, in memory of their own. Only in stores with a quorum, after `ready(0)` was True."""
+        """Return all elements of the push. The array stays valid, because no other message is received into its memory.
+
+        Only pushes to a store with a quorum have this method. Such a store may close a round before all workers have
+        pushed. Call it only after `ready(0)` has returned True.
+        """
         raise TypeError("the payload is taken block by block")
 
     def drop(self) -> None:
@@ -124,7 +128,11 @@ class UnitMirror:
 
 
 class FrozenUnit:
-    """Values and state of a unit at one moment: until the unit's next write its own arrays, afterwards copies."""
+    """The values and the optimizer state that a unit had at one moment.
+
+    `arrays` are the unit's own arrays until the unit is written again. Before that write, `copy` replaces them with
+    copies.
+    """
 
     def __init__(self, unit: Unit) -> None:
         self.round = unit.round

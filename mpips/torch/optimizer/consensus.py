@@ -153,9 +153,28 @@ class Consensus:
     def _compare(
         self, comm: MPI.Intracomm, call: str, steps: int, brought: Brought, changes: int = 0
     ) -> NDArray[np.uint8]:
-        """Gather the rows of all workers of `comm`, in rank order.
+        """Exchange rows with the workers of `comm`, and check that they can make a call together. Collective, blocking.
 
-        All these workers raise an error if the rows do not fit together.
+        A worker's row has the numbers that are listed at `CALL`, and two masks: which parameters have a gradient, and
+        which gradients are sparse. All workers must have the same call, number of steps, number of zero_grad calls and
+        hyperparameters. If some workers have changed their parameters more often than others, the parameters must be
+        equal as well. The masks and the overflow flag may differ. In an asynchronous store, the numbers of steps and of
+        zero_grad calls and the parameters may differ, too.
+
+        Args:
+            comm: The workers that make the call together.
+            call: The name of the call, one of `CALLS`.
+            steps: The number of steps that this worker has made.
+            brought: What this worker reports about its gradients.
+            changes: How often this worker has changed parameters since the last step.
+
+        Returns:
+            The rows of all workers in rank order, uint8 (workers, bytes of a row).
+
+        Raises:
+            RuntimeError: The calls, or their numbers, differ. Like the next error, it is raised on all workers.
+            ValueError: Hyperparameters or parameters differ.
+            CollectiveError: A worker is in a call of the store instead.
         """
         is_step, counts = call == CALLS[0], not self._store.layout.asynchronous
         items: Items = []
