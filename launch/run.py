@@ -639,9 +639,9 @@ def warn_of_late_options(script: Sequence[str], parameters: Sequence[click.Param
     late = [argument for argument in script[1:] if argument.partition("=")[0] in options]
     with open(script[0], "rb") as file:
         if late and not READS_ARGUMENTS.search(file.read()):
-            what, them = ("stands", "it") if len(late) == 1 else ("stand", "them")
+            them = "it" if len(late) == 1 else "them"
             click.echo(
-                f"note: {' and '.join(late)} {what} after {script[0]}, so the script gets {them}, but it does not seem "
+                f"note: after {script[0]} comes {' and '.join(late)}, so the script gets {them}, but it does not seem "
                 f"to read options: write options of `mpips run` before {script[0]}",
                 err=True,
             )

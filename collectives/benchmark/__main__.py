@@ -19,10 +19,9 @@ import numpy as np
 from mpi4py import MPI
 
 from mpips.collectives import api
-from mpips.collectives.benchmark import report
+from mpips.collectives.benchmark import GLOO_KINDS, report
 from mpips.collectives.benchmark.case import (
     FLOOR_SHARE,
-    GLOO_KINDS,
     MPI_NAME,
     OPS,
     BenchmarkCase,

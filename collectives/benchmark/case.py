@@ -22,6 +22,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from mpips.collectives.benchmark import GLOO_KINDS
 from mpips.collectives.call import REDUCING
 from mpips.collectives.fabric.arena import empty
 from mpips.collectives.plan import plan as compiled
@@ -273,7 +274,6 @@ def _exact_limit(dtype: np.dtype[Any]) -> int:
 
 
 OPS = {"sum": MPI.SUM, "mean": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, "prod": MPI.PROD}
-GLOO_KINDS = ("allreduce", "broadcast")
 GLOO_ATTEMPTS = 3
 # the time limit of gloo, both for a collective and for rank 0's wait until the other ranks have joined
 GLOO_SECONDS = 60.0

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from collectives.benchmark.case import GLOO_KINDS
+from collectives.benchmark import GLOO_KINDS
 from collectives.machine import usable_cores
 from collectives.terminal import (
     Interruptible,
