@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,18 +34,25 @@ MOST_POWERS = 1 << 20
 _POWERS: dict[float, Array] = {}
 
 
-class RowOptimizer(Protocol):
-    """An update rule for rows. Implemented by frozen dataclasses whose fields are the hyperparameters."""
+class RowOptimizer:
+    """An update rule for rows. Subclasses are frozen dataclasses, whose fields are the hyperparameters."""
 
     # True if the optimizer needs the number of updates of each row
-    counts_updates: bool
-    # the largest norm of a row's gradient, which `clipped` enforces before an update; 0: any
-    clipnorm: float
+    counts_updates: ClassVar[bool] = False
+    # hyperparameters that cannot change while the state stays
+    fixed: ClassVar[Sequence[str]] = ()
     # the compiled loop that `update_at` calls
     kernel: ClassVar[kernels.Compiled]
+    # the largest norm of a row's gradient, which `clipped` enforces before an update; 0: any
+    clipnorm: float
 
     def widths(self, dim: int) -> Sequence[int]:
         """Return the length of each state array for one row of `dim` values. State starts at zero."""
+        raise NotImplementedError
+
+    def numbers(self, step: int) -> Sequence[float]:
+        """Return the numbers that the compiled loop reads in update `step` of the table."""
+        raise NotImplementedError
 
     def update(self, rows: Array, gradients: Array, state: Sequence[Array], updates: Array | None, step: int) -> None:
         """Update rows (k, dim) and their state (k, width) in place.
@@ -55,6 +62,7 @@ class RowOptimizer(Protocol):
                 `counts_updates`.
             step: The number of this update of the table, counted from 1.
         """
+        raise NotImplementedError
 
     def update_at(
         self,
@@ -65,20 +73,27 @@ class RowOptimizer(Protocol):
         updates: Array | None,
         step: int,
     ) -> bool:
-        """Update the rows at positions `places` of a table's arrays with a compiled loop. Gives the bits of `update`.
+        """Update the rows at positions `places` of a table's arrays with the compiled loop. Gives the bits of `update`.
 
         Return False, with nothing changed, if the compiled loop is not available.
         """
+        corrections = () if updates is None else self.corrections(updates, values.dtype)
+        numbers = np.array(self.numbers(step), values.dtype)
+        flat = _flat(values, *state, gradients)
+        return bool(self.kernel(*flat, places, *corrections, numbers, values.shape[1]))
+
+    def corrections(self, updates: Array, dtype: np.dtype) -> Sequence[Array]:
+        """Return arrays that the compiled loop reads for rows with these numbers of updates."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class RowSGD:
+class RowSGD(RowOptimizer):
     """w = w - learning_rate * gradient. No state."""
 
     learning_rate: Number = 0.01
     weight_decay: float = 0.0
     clipnorm: float = 0.0
-    counts_updates = False
     kernel = kernels.sgd
 
     def __post_init__(self) -> None:
@@ -92,21 +107,12 @@ class RowSGD:
         rows *= number(_kept(self, step))
         rows -= gradients * number(at(self.learning_rate, step))
 
-    def update_at(
-        self,
-        places: Positions,
-        values: Array,
-        gradients: Array,
-        state: Sequence[Array],
-        updates: Array | None,
-        step: int,
-    ) -> bool:
-        numbers = np.array([at(self.learning_rate, step), _kept(self, step)], values.dtype)
-        return bool(self.kernel(*_flat(values, gradients), places, numbers, values.shape[1]))
+    def numbers(self, step: int) -> Sequence[float]:
+        return at(self.learning_rate, step), _kept(self, step)
 
 
 @dataclass(frozen=True)
-class Adagrad:
+class Adagrad(RowOptimizer):
     """accumulator = accumulator + gradient^2;  w = w - learning_rate * gradient / (sqrt(accumulator) + epsilon).
 
     Each value of a row has its own accumulator.
@@ -116,7 +122,6 @@ class Adagrad:
     epsilon: float = 1e-10
     weight_decay: float = 0.0
     clipnorm: float = 0.0
-    counts_updates = False
     kernel = kernels.adagrad
 
     def __post_init__(self) -> None:
@@ -135,17 +140,8 @@ class Adagrad:
         rows *= number(_kept(self, step))
         rows -= gradients * number(at(self.learning_rate, step)) / np.where(below == 0, number(1), below)
 
-    def update_at(
-        self,
-        places: Positions,
-        values: Array,
-        gradients: Array,
-        state: Sequence[Array],
-        updates: Array | None,
-        step: int,
-    ) -> bool:
-        numbers = np.array([at(self.learning_rate, step), self.epsilon, _kept(self, step)], values.dtype)
-        return bool(self.kernel(*_flat(values, state[0], gradients), places, numbers, values.shape[1]))
+    def numbers(self, step: int) -> Sequence[float]:
+        return at(self.learning_rate, step), self.epsilon, _kept(self, step)
 
     def _squares(self, gradients: Array) -> Array:
         return gradients * gradients
@@ -165,7 +161,7 @@ class RowAdagrad(Adagrad):
 
 
 @dataclass(frozen=True)
-class ElementwiseAdam:
+class ElementwiseAdam(RowOptimizer):
     """Adam (Kingma, Ba 2015) for rows. The bias corrections of a row use t, the number of updates of this row:
 
     m = beta1 * m + (1 - beta1) * gradient;  v = beta2 * v + (1 - beta2) * gradient^2;
@@ -197,31 +193,19 @@ class ElementwiseAdam:
         (first, second), number = state, rows.dtype.type
         first[...] = first * number(self.beta1) + gradients * number(1 - self.beta1)
         second[...] = second * number(self.beta2) + self._squares(gradients) * number(1 - self.beta2)
-        correct1, correct2 = (one[:, None] for one in self._corrections(updates, rows.dtype))
+        correct1, correct2 = (one[:, None] for one in self.corrections(updates, rows.dtype))
         below = np.sqrt(second / correct2) + number(self.epsilon)
         rate = number(at(self.learning_rate, step))
         rows *= number(_kept(self, step))
         rows -= first / correct1 * rate / np.where(below == 0, number(1), below)
 
-    def update_at(
-        self,
-        places: Positions,
-        values: Array,
-        gradients: Array,
-        state: Sequence[Array],
-        updates: Array | None,
-        step: int,
-    ) -> bool:
-        assert updates is not None
+    def numbers(self, step: int) -> Sequence[float]:
         betas = self.beta1, 1 - self.beta1, self.beta2, 1 - self.beta2
-        rates = at(self.learning_rate, step), self.epsilon, _kept(self, step)
-        numbers = np.array([*betas, *rates], values.dtype)
-        flat, corrections = _flat(values, *state, gradients), self._corrections(updates, values.dtype)
-        return bool(self.kernel(*flat, places, *corrections, numbers, values.shape[1]))
+        return *betas, at(self.learning_rate, step), self.epsilon, _kept(self, step)
 
-    def _corrections(self, counts: Array, dtype: np.dtype) -> list[Array]:
-        """Return 1 - beta1^t and 1 - beta2^t for each count t."""
-        return [_one_minus_powers(beta, counts).astype(dtype) for beta in (self.beta1, self.beta2)]
+    def corrections(self, updates: Array, dtype: np.dtype) -> Sequence[Array]:
+        """Return 1 - beta1^t and 1 - beta2^t for each number of updates t."""
+        return [_one_minus_powers(beta, updates).astype(dtype) for beta in (self.beta1, self.beta2)]
 
     def _squares(self, gradients: Array) -> Array:
         return gradients * gradients
@@ -244,7 +228,7 @@ class RowAdam(ElementwiseAdam):
 
 
 @dataclass(frozen=True)
-class FTRL:
+class FTRL(RowOptimizer):
     """FTRL-Proximal (McMahan et al. 2013, Algorithm 1). Each value of a row has its own z and n, which begin at 0:
 
     sigma = (sqrt(n + gradient^2) - sqrt(n)) / learning_rate;
@@ -255,14 +239,12 @@ class FTRL:
     change while z stays, and cannot be a schedule. Weight decay is `l2`.
     """
 
-    # hyperparameters that cannot change while the state stays
-    fixed: ClassVar[Sequence[str]] = ("learning_rate",)
+    fixed = ("learning_rate",)
     learning_rate: float = 0.1
     beta: float = 1.0
     l1: float = 0.0
     l2: float = 0.0
     clipnorm: float = 0.0
-    counts_updates = False
     kernel = kernels.ftrl
 
     def __post_init__(self) -> None:
@@ -288,17 +270,8 @@ class FTRL:
         solved = (np.copysign(l1, z) - z) / np.where(below == 0, number(1), below)
         rows[...] = np.where(np.abs(z) <= l1, number(0), solved)
 
-    def update_at(
-        self,
-        places: Positions,
-        values: Array,
-        gradients: Array,
-        state: Sequence[Array],
-        updates: Array | None,
-        step: int,
-    ) -> bool:
-        numbers = np.array([self.learning_rate, self.beta, self.l1, self.l2], values.dtype)
-        return bool(self.kernel(*_flat(values, *state, gradients), places, numbers, values.shape[1]))
+    def numbers(self, step: int) -> Sequence[float]:
+        return self.learning_rate, self.beta, self.l1, self.l2
 
 
 @quiet
@@ -406,7 +379,7 @@ def changed(name: str, options: bytes, numbers: dict[str, Any]) -> bytes:
 def fixed(name: str, options: bytes) -> dict[str, Any]:
     """Return the hyperparameters on which the optimizer's state depends, so that they cannot change, by name."""
     made = decode(name, options)
-    return {field: getattr(made, field) for field in getattr(made, "fixed", ())}
+    return {field: getattr(made, field) for field in made.fixed}
 
 
 def decode(name: str, options: bytes) -> RowOptimizer:
