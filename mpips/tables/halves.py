@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 from mpips.collectives.kernels.quiet import quiet
 from mpips.optimizers.base import working_dtype
-from mpips.store.keys.row_sums import GOLDEN, Ids, Places, distinct, mixed, sorted_sums
+from mpips.store.keys import row_sums
+from mpips.store.keys.row_sums import GOLDEN, Ids, Places, mixed, sorted_sums
 from mpips.tables import kernels
 
 Array = NDArray[Any]
@@ -52,25 +53,13 @@ def sum_into(total: Array, gradients: Array, rows: Places) -> None:
         total[once] = sums
 
 
-@quiet
 def summed(parts: Sequence[tuple[Ids, Array]]) -> tuple[Ids, Array]:
     """Sum pushes of float16 or bfloat16 from first to last, like `row_sums.summed`. The sums are float32."""
     parts = [part for part in parts if len(part[0])] or parts[:1]
     if len(parts) == 1:
         ids, gradients = parts[0]
         return ids, widened(gradients, np.arange(len(ids)))
-    once, _, places, _ = distinct(np.concatenate([part[0] for part in parts]))
-    dim, start = parts[0][1].shape[1], 0
-    total, begun = np.empty((len(once), dim), working_dtype(parts[0][1].dtype)), np.zeros(len(once), np.uint8)
-    for ids, gradients in parts:
-        rows = places[start : start + len(ids)]
-        if not kernels.add_halves(gradients.reshape(-1), total.reshape(-1), rows, begun, dim):
-            again = begun[rows] != 0
-            total[rows[~again]] = gradients[~again]
-            total[rows[again]] += gradients[again]
-            begun[rows] = 1
-        start += len(ids)
-    return once, total
+    return row_sums.summed(parts, dtype=working_dtype(parts[0][1].dtype))
 
 
 def widened(values: Array, at: Positions) -> Array:

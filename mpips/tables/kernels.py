@@ -264,24 +264,6 @@ def merge_halves(total: Array, gradients: Array, rows: Array, begun: Array, sums
     return 1
 
 
-@compiled("const stored[], wide[], const int64[], uint8[], int64", HALVES, CONSTANTS)
-def add_halves(gradients: Array, total: Array, rows: Array, begun: Array, dim: int) -> int:
-    """Add gradients to rows of `total`, which is float32, like `add_rows`."""
-    for i in range(rows.size):
-        ahead = rows[min(i + AHEAD, rows.size - 1)] * dim
-        prefetch(total, ahead)
-        row = rows[i]
-        t_, g_ = total[row * dim : (row + 1) * dim], gradients[i * dim : (i + 1) * dim]
-        if begun[row]:
-            for k in range(g_.size):
-                t_[k] += widen(g_[k])
-        else:
-            begun[row] = 1
-            for k in range(g_.size):
-                t_[k] = widen(g_[k])
-    return 1
-
-
 @compiled("const stored[], wide[], const int64[], int64", ROWS, CONSTANTS)
 def take_rows(values: Array, out: Array, rows: Array, dim: int) -> int:
     """Write the rows `rows` of `values` into `out`, which is float32 if `values` is float16 or bfloat16."""
@@ -502,4 +484,4 @@ def clip(out: Array, gradients: Array, most: Array, dim: int) -> int:
 
 
 OF_WORKERS = merge, add_rows, merge_halves, read_rows
-OF_SERVERS = merge, add_rows, find, insert, add_halves, take_rows, put_rows, put_rows_at_random
+OF_SERVERS = merge, add_rows, find, insert, take_rows, put_rows, put_rows_at_random

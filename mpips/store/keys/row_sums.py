@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mpips.collectives.kernels.function import compiled
+from mpips.collectives.kernels.function import WIDE, compiled, widen
 from mpips.collectives.kernels.quiet import quiet
 
 if TYPE_CHECKING:
@@ -92,9 +92,12 @@ def merge(ids: Array, slots: Array, distinct: Array, places: Array, owners: Arra
     return count
 
 
-@compiled("stored[], const stored[], const int64[], uint8[], int64", ("float32", "float64"), CONSTANTS)
-def add_rows(total: Array, gradients: Array, rows: Array, begun: Array, dim: int) -> int:
-    """Add gradients to rows of `total` in order. If `begun[row]` is 0, the first gradient of the row replaces it."""
+@compiled("const stored[], wide[], const int64[], uint8[], int64", tuple(WIDE), CONSTANTS)
+def add_rows(gradients: Array, total: Array, rows: Array, begun: Array, dim: int) -> int:
+    """Add gradients to rows of `total` in order. If `begun[row]` is 0, the first gradient of the row replaces it.
+
+    `total` is float32 if the gradients are float16 or bfloat16.
+    """
     for i in range(rows.size):
         ahead = rows[min(i + AHEAD, rows.size - 1)] * dim
         prefetch(total, ahead)
@@ -102,11 +105,11 @@ def add_rows(total: Array, gradients: Array, rows: Array, begun: Array, dim: int
         t_, g_ = total[row * dim : (row + 1) * dim], gradients[i * dim : (i + 1) * dim]
         if begun[row]:
             for k in range(g_.size):
-                t_[k] += g_[k]
+                t_[k] += widen(g_[k])
         else:
             begun[row] = 1
             for k in range(g_.size):
-                t_[k] = g_[k]
+                t_[k] = widen(g_[k])
     return 1
 
 
@@ -163,8 +166,7 @@ def last_places(ids: Ids) -> tuple[Ids, Places]:
 @quiet
 def sum_into(total: Array, gradients: Array, rows: Places) -> None:
     """Set rows of `total` to sums of gradients (k, dim), added in order. Gradient i belongs to row `rows[i]`."""
-    begun = np.zeros(len(total), np.uint8)
-    if len(rows) and not add_rows(total.reshape(-1), gradients.reshape(-1), rows, begun, total.shape[1]):
+    if len(rows) and not _add(total, gradients, rows, np.zeros(len(total), np.uint8)):
         once, sums = sorted_sums(rows, gradients)
         total[once] = sums
 
@@ -200,15 +202,20 @@ def sorted_sums(rows: Ids, values: Array) -> tuple[Ids, Array]:
 
 
 @quiet
-def summed(parts: Sequence[tuple[Ids, Array]], ascending: bool = False) -> tuple[Ids, Array]:
+def summed(
+    parts: Sequence[tuple[Ids, Array]], ascending: bool = False, dtype: np.dtype | None = None
+) -> tuple[Ids, Array]:
     """Sum pushes from first to last. Return the distinct ids and their summed gradients.
 
     Args:
         parts: (ids, gradients (k, dim)) for each push. No id repeats within a push.
         ascending: True if the ids of each push ascend. Then the ids of the result ascend.
+        dtype: The dtype of the sums. None: that of the gradients.
     """
     parts = [part for part in parts if len(part[0])] or parts[:1]
-    if len(parts) == 1:
+    first = parts[0][1]
+    dtype = first.dtype if dtype is None else dtype
+    if len(parts) == 1 and dtype == first.dtype:
         return parts[0]
     every = np.concatenate([part[0] for part in parts])
     if ascending:
@@ -216,17 +223,23 @@ def summed(parts: Sequence[tuple[Ids, Array]], ascending: bool = False) -> tuple
         once, _, places = np.unique(every, return_index=True, return_inverse=True)
     else:
         once, _, places, _ = distinct(every)
-    dim, start = parts[0][1].shape[1], 0
-    total, begun = np.empty((len(once), dim), parts[0][1].dtype), np.zeros(len(once), np.uint8)
+    total, begun, start = np.empty((len(once), first.shape[1]), dtype), np.zeros(len(once), np.uint8), 0
     for ids, gradients in parts:
         rows = places[start : start + len(ids)]
-        if not add_rows(total.reshape(-1), gradients.reshape(-1), rows, begun, dim):
+        if not _add(total, gradients, rows, begun):
             again = begun[rows] != 0
             total[rows[~again]] = gradients[~again]
             total[rows[again]] += gradients[again]
             begun[rows] = 1
         start += len(ids)
     return once, total
+
+
+def _add(total: Array, gradients: Array, rows: Places, begun: NDArray[np.uint8]) -> bool:
+    """Call `add_rows`. Return False, with nothing changed, if it is not available for these dtypes."""
+    if total.dtype.name != WIDE.get(gradients.dtype.name):
+        return False
+    return bool(add_rows(gradients.reshape(-1), total.reshape(-1), rows, begun, total.shape[1]))
 
 
 def update_in_blocks(

@@ -87,7 +87,7 @@ def test_decayed_and_clipped_tables_have_the_bits_of_numpy(optimizer: str, dim: 
 @pytest.mark.parametrize("optimizer", sorted(ROW_OPTIMIZERS))
 def test_half_rows_have_the_bits_of_numpy(optimizer: str, dtype: str, stochastic: bool) -> None:
     check_bits(optimizer, 33, dtype, numbers=decayed_and_clipped(optimizer), stochastic=stochastic)
-    assert all(loop.ready(np.zeros(1, dtype)) for loop in (kernels.merge_halves, kernels.add_halves))
+    assert all(loop.ready(np.zeros(1, dtype)) for loop in (kernels.merge_halves, kernels.add_rows))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
