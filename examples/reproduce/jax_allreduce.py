@@ -126,10 +126,10 @@ def main(sizes: str, rounds: int, seconds: float, json_path: Path | None) -> Non
     jax.distributed.initialize()
     rows: list[Row] = []
     first = MPI.COMM_WORLD.rank == 0
-    with show_progress("sizes", len(asked), first) as done:
+    with show_progress("sizes", len(asked), first) as begin:
         for nbytes in asked:
+            begin(show_bytes(nbytes))
             rows += measure(nbytes, rounds, seconds)
-            done(show_bytes(nbytes))
     if first:
         show_table(table(rows))
         if json_path:

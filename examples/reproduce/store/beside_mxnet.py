@@ -24,7 +24,7 @@ import click
 from rich.table import Table
 
 from collectives.machine import choose_long_copies, fix_addresses
-from collectives.terminal import Interruptible, OutFile, console, show_table, write_text
+from collectives.terminal import Interruptible, OutFile, console, show_progress, show_table, write_text
 
 SIZES = (1024, 262_144, 4_194_304, 67_108_864)
 MXNET_REPEATS = (400, 200, 40, 8)
@@ -61,6 +61,7 @@ def _make(folder: Path, found: str) -> str:
     part = folder.with_name(f"{folder.name}.part")
     # An interrupted run may have left it.
     shutil.rmtree(part, ignore_errors=True)
+    click.echo(f"installing {' and '.join(PACKAGES)} into {folder}", err=True)
     pip = [str(part / "bin" / "python"), "-m", "pip", "install", "-q", *PACKAGES]
     for command in ([found, "-m", "venv", str(part)], pip):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -146,31 +147,34 @@ def command(rounds: int, folder: Path, json_path: Path | None) -> None:
         screen.print(f"skipped: {reason}")
         return
     results = []
-    for servers, workers in SETTINGS:
-        theirs: dict[int, list[float]] = defaultdict(list)
-        mine: dict[tuple[int, str], list[float]] = defaultdict(list)
-        floors: dict[tuple[int, str], list[float]] = defaultdict(list)
-        for _ in range(rounds):
-            for size, seconds in mxnet(python, servers, workers).items():
-                theirs[size].append(seconds)
-            for row in ours(servers, workers):
-                case = int(row["bytes"]), str(row["array"])
-                mine[case].append(row["push_pull_s"])
-                floors[case].append(row["floor_s"])
-        for (size, array), times in mine.items():
-            their, our = statistics.median(theirs[size]), statistics.median(times)
-            results.append(
-                {
-                    "servers": servers,
-                    "workers": workers,
-                    "bytes": size,
-                    "array": array,
-                    "mxnet_s": their,
-                    "mpips_s": our,
-                    "times_faster": their / our,
-                    "over_floor": our / statistics.median(floors[size, array]),
-                }
-            )
+    with show_progress("jobs", 2 * rounds * len(SETTINGS)) as begin:
+        for servers, workers in SETTINGS:
+            theirs: dict[int, list[float]] = defaultdict(list)
+            mine: dict[tuple[int, str], list[float]] = defaultdict(list)
+            floors: dict[tuple[int, str], list[float]] = defaultdict(list)
+            for _ in range(rounds):
+                begin(f"MXNet, servers {servers}, workers {workers}")
+                for size, seconds in mxnet(python, servers, workers).items():
+                    theirs[size].append(seconds)
+                begin(f"mpips, servers {servers}, workers {workers}")
+                for row in ours(servers, workers):
+                    case = int(row["bytes"]), str(row["array"])
+                    mine[case].append(row["push_pull_s"])
+                    floors[case].append(row["floor_s"])
+            for (size, array), times in mine.items():
+                their, our = statistics.median(theirs[size]), statistics.median(times)
+                results.append(
+                    {
+                        "servers": servers,
+                        "workers": workers,
+                        "bytes": size,
+                        "array": array,
+                        "mxnet_s": their,
+                        "mpips_s": our,
+                        "times_faster": their / our,
+                        "over_floor": our / statistics.median(floors[size, array]),
+                    }
+                )
     show_table(table(results), screen)
     if json_path:
         write_text(json_path, json.dumps(results, indent=1))

@@ -18,7 +18,7 @@ from rich.table import Table
 
 import mpips
 from collectives.kernels import engine
-from collectives.terminal import RankedCommand, show_table, split_words
+from collectives.terminal import RankedCommand, show_progress, show_table, split_words
 from examples.reproduce.store.tables import (
     LEAST_IDS,
     QUIET_SECONDS,
@@ -51,11 +51,15 @@ def main(dims: list[str], kind: str, batches: list[str], rows: int, optimizer: s
     """Time tables of several dtypes; a rank of `mpips run`."""
     columns = "dim", "batch", "dtype", "rounding", "bytes", "pull", "push", "step", "x pull", "x push", "x step"
     shown = Table(*columns, title=f"million rows a second, {optimizer}, {kind}")
-    with mpips.create("dist_sync") as kv:
+    with (
+        mpips.create("dist_sync") as kv,
+        show_progress("tables", len(dims) * len(batches), kv.rank == 0) as begin,
+    ):
         comm = kv.layout.workers
         for dim in map(int, dims):
             tables = [OurTable(kv, rows, dim, dtype, optimizer, rounding) for dtype, rounding in KINDS]
             for batch in map(int, batches):
+                begin(f"dim {dim}, batch {batch}")
                 ids, calls = drawn(kind, rows, batch, comm.rank), max(1, LEAST_IDS // batch)
                 gradients = np.random.default_rng(comm.rank).standard_normal((batch, dim), np.float32)
                 samples: list[list[Sample]] = [[] for _ in tables]

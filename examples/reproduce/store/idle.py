@@ -19,7 +19,7 @@ from mpi4py import MPI
 from rich.table import Table
 
 import mpips
-from collectives.terminal import RankedCommand, show_table
+from collectives.terminal import RankedCommand, show_progress, show_table
 
 # share of a core that an idle server may take
 LIMIT = 0.05
@@ -71,12 +71,13 @@ def command(seconds: float) -> None:
     pids = np.empty(world.size, np.int64)
     world.Allgather(np.array([os.getpid()], np.int64), pids)
     table, late = Table("lines", "share of a core, used", "idle", f"under {LIMIT:.0%}"), 0
-    for shared_memory in (True, False):
-        found = share(int(pids[-1]), shared_memory, seconds)
-        if found is not None:
-            late += found[1] >= LIMIT
-            name = "shared memory" if shared_memory else "messages"
-            table.add_row(name, f"{found[0]:.0%}", f"{found[1]:.2%}", "yes" if found[1] < LIMIT else "no")
+    with show_progress("lines", 2, world.rank == 0) as begin:
+        for name, shared_memory in (("shared memory", True), ("messages", False)):
+            begin(name)
+            found = share(int(pids[-1]), shared_memory, seconds)
+            if found is not None:
+                late += found[1] >= LIMIT
+                table.add_row(name, f"{found[0]:.0%}", f"{found[1]:.2%}", "yes" if found[1] < LIMIT else "no")
     if world.rank == 0:
         show_table(table)
         if late:

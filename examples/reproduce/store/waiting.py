@@ -19,7 +19,7 @@ from mpi4py import MPI
 from rich.table import Table
 
 from collectives.fabric.tasks import Task
-from collectives.terminal import Interruptible, show_table
+from collectives.terminal import Interruptible, show_progress, show_table
 from mpips import Options
 from mpips.store import roles
 from mpips.store.runtime.engine import Engine
@@ -80,10 +80,12 @@ def command(seconds: float, repeats: int) -> None:
     generation = Generation(roles.create(MPI.COMM_WORLD, "mpi_sync", Options()))
     engine, late = Engine(generation), 0
     table = Table("while", "share of a core", f"under {LIMIT:.0%}")
-    for name, case in CASES.items():
-        found = float(np.median([case(engine, seconds) for _ in range(repeats)]))
-        late += found >= LIMIT
-        table.add_row(name, f"{found:.2%}", "yes" if found < LIMIT else "no")
+    with show_progress("waits", len(CASES)) as begin:
+        for name, case in CASES.items():
+            begin(name)
+            found = float(np.median([case(engine, seconds) for _ in range(repeats)]))
+            late += found >= LIMIT
+            table.add_row(name, f"{found:.2%}", "yes" if found < LIMIT else "no")
     engine.close()
     generation.close()
     show_table(table)

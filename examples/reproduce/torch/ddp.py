@@ -208,10 +208,10 @@ def main(models: str, forms: str, rounds: int, seconds: float, json_path: Path |
     rows: list[Row] = []
     first = MPI.COMM_WORLD.rank == 0
     pairs = [(name, form) for form in shapes for name in names]
-    with show_progress("models", len(pairs), first) as done:
+    with show_progress("models", len(pairs), first) as begin:
         for name, form in pairs:
+            begin(f"{name}, {form}")
             rows += measure(name, form, gloo, rounds, seconds)
-            done(f"{name}, {form}")
     dist.destroy_process_group()
     if first:
         show_table(table(rows))
