@@ -134,7 +134,7 @@ def test_buttons_copy_commands_without_prompts_and_output(site: Path) -> None:
     """The theme takes `data-copy` of what is around the code, where there is one."""
     text = (site / "tutorial" / "first-training.html").read_text(encoding="utf-8")
     copied = [html.unescape(words) for words in re.findall(r'<div class="highlight" data-copy="([^"]*)">', text)]
-    assert copied[0] == "mpips run -w 1 train.py"
+    assert copied[0] == "mpips run -w 1 quadrants.py"
     assert "mpips run -w 4 regression.py 2\nmpips run -w 4 -s 1 regression.py 5" in copied
     session = re.findall(r'data-copy="([^"]*)"', (site / "reference" / "collectives.html").read_text(encoding="utf-8"))
     assert session and not [words for words in session if html.unescape(words).startswith(("$", ">>>"))]
