@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import suppress
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 LOG = log.get("mpips.ending")
+# the standard library, and the folders of installed packages
+STDLIB = os.path.dirname(os.__file__) + os.sep
+INSTALLED = re.compile(r"/(?:site|dist)-packages/")
 RUNNERS = (os.path.join("mpips", "__main__.py"), os.path.join("mpi4py", "run.py"), "<frozen runpy>", "runpy.py")
 # the exit code after Ctrl-C, which shells also use
 INTERRUPTED = 130
@@ -278,7 +281,9 @@ def _write_down(kind: type[BaseException], error: BaseException | None, trace: T
 
 def _sentence(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> str:
     frames = [] if trace is None else list(traceback.walk_tb(trace))
-    users = [place for place in frames if recorder.is_user_frame(place[0])] or frames
+    # A line of the program tells the user more than a line of a package that it calls.
+    users = [place for place in frames if _is_program(place[0])]
+    users = users or [place for place in frames if recorder.is_user_frame(place[0])] or frames
     at = f"{os.path.basename(users[-1][0].f_code.co_filename)}:{users[-1][1]}" if users else ""
     return recorder.with_line(f"{kind.__name__}: {error}", at)
 
@@ -332,8 +337,9 @@ def _users(error: BaseException, trace: TracebackType | None) -> TracebackType |
 
     If mpips raised the error on purpose, or marked it as the caller's mistake, this part ends at the last line of the
     user's code. If mpips had caught another error before and raised this one in its place, the other error is not
-    shown. If the error was raised in user or framework code that mpips called, such as the forward pass of a model,
-    only the frames of mpips are left out. Any other error may be a mistake in mpips, and keeps all its frames.
+    shown. If the error was raised below user or framework code that mpips called, such as the forward pass of a model,
+    only the frames of mpips are left out. Any other error may be a mistake in mpips, and keeps all its frames: also one
+    that a package such as NumPy raises when mpips calls it.
     """
     whole: list[TracebackType] = []
     inner = trace
@@ -346,8 +352,10 @@ def _users(error: BaseException, trace: TracebackType | None) -> TracebackType |
             error.__cause__, error.__suppress_context__ = None, True
         while whole and not recorder.is_user_frame(whole[-1].tb_frame):
             del whole[-1]
-    elif whole and not recorder.is_user_frame(whole[-1].tb_frame) and not _is_framework(whole[-1].tb_frame):
-        return trace
+    else:
+        inside = takewhile(lambda frame: not is_ours(frame), (one.tb_frame for one in reversed(whole)))
+        if not any(_is_program(frame) or _is_framework(frame) for frame in inside):
+            return trace
     kept = [one for one in whole if not is_ours(one.tb_frame)]
     if not kept:
         return trace
@@ -362,6 +370,12 @@ def _is_raised_by_us(error: BaseException, innermost: TracebackType) -> bool:
     code = innermost.tb_frame.f_code.co_code
     meant = code[innermost.tb_lasti] == dis.opmap["RAISE_VARARGS"] and not isinstance(error, AssertionError)
     return meant and is_ours(innermost.tb_frame)
+
+
+def _is_program(frame: FrameType) -> bool:
+    """True if a frame runs code of the program itself: not of Python, and not of an installed package."""
+    file = frame.f_code.co_filename
+    return recorder.is_user_frame(frame) and not (file.startswith((STDLIB, "<frozen ")) or INSTALLED.search(file))
 
 
 def _is_framework(frame: FrameType) -> bool:

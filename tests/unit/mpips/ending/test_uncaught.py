@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -77,6 +78,22 @@ def test_what_a_call_of_the_users_raises_inside_ours_is_shown_without_our_lines(
     text = shown(error)
     assert text.count('  File "') == text.count(__file__) == 2, text
     assert ": KeyError: 'x' (test_uncaught.py:" in f": {uncaught._sentence(KeyError, error, error.__traceback__)}"
+
+
+def test_an_error_of_a_package_that_we_called_keeps_all_lines_and_of_one_that_the_user_called_names_the_users() -> None:
+    """The user's line is what `mpips why` names, though the package's own line is the innermost one."""
+    loads = ours("import json\ndef call(text):\n    json.loads(text)\n")
+    text = shown(raised(loads, "{"))
+    assert text.count('  File "<string>"') == 1 and "json" in text, text
+
+    def forward() -> None:
+        json.loads("{")
+
+    error = raised(ours("def call(function):\n    function()\n"), forward)
+    text = shown(error)
+    assert '  File "<string>"' not in text and "json" in text, text
+    sentence = uncaught._sentence(ValueError, error, error.__traceback__)
+    assert "test_uncaught.py:" in sentence and "decoder.py" not in sentence
 
 
 def test_what_we_caught_on_the_way_is_not_shown_and_what_the_caller_caught_is() -> None:
