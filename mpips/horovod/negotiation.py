@@ -127,18 +127,18 @@ class OperationHandle(Generic[T]):
         return self._result
 
 
-class Op(IntEnum):
+class HorovodOp(IntEnum):
     """Horovod's reductions, with Horovod's numbers."""
 
     Average, Sum, Adasum, Min, Max, Product = range(6)
 
 
 REDUCTIONS = {
-    Op.Average: ReduceOp.AVG,
-    Op.Sum: ReduceOp.SUM,
-    Op.Min: ReduceOp.MIN,
-    Op.Max: ReduceOp.MAX,
-    Op.Product: ReduceOp.PRODUCT,
+    HorovodOp.Average: ReduceOp.AVG,
+    HorovodOp.Sum: ReduceOp.SUM,
+    HorovodOp.Min: ReduceOp.MIN,
+    HorovodOp.Max: ReduceOp.MAX,
+    HorovodOp.Product: ReduceOp.PRODUCT,
 }
 
 
@@ -154,7 +154,7 @@ class OperationRunner:
     def allreduce(self, first: OperationRequest, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Reduce tensors in place as one operation, with the reduction and factors of `first`."""
         _scale(tensors, first.prescale)
-        yield from self._jobs.allreduce_together(tensors, REDUCTIONS[Op(first.op)]).steps()
+        yield from self._jobs.allreduce_together(tensors, REDUCTIONS[HorovodOp(first.op)]).steps()
         _scale(tensors, first.postscale)
 
     def run(
@@ -209,7 +209,7 @@ class OperationRunner:
         _scale([given], request.prescale)
         row = tensor[0].numel() if whole else 0
         sizes = [each * row for each in rows]
-        yield from self._jobs.reduce_scatter(result, given, sizes, REDUCTIONS[Op(request.op)]).steps()
+        yield from self._jobs.reduce_scatter(result, given, sizes, REDUCTIONS[HorovodOp(request.op)]).steps()
         _scale([result], request.postscale)
         return result
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from mpips.collectives.errors import of_caller
-from mpips.horovod.negotiation import REDUCTIONS, Op, OperationHandle, OperationRequest
+from mpips.horovod.negotiation import REDUCTIONS, HorovodOp, OperationHandle, OperationRequest
 from mpips.horovod.world import ProcessSet, global_process_set, rank
 from mpips.torch.tensors import check_on_host, reduction
 
@@ -90,7 +90,7 @@ def allreduce_async(
     tensor: Tensor,
     average: bool | None = None,
     name: str | None = None,
-    op: Op | None = None,
+    op: HorovodOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = WORLD,
@@ -116,7 +116,7 @@ def allreduce_async_(
     tensor: Tensor,
     average: bool | None = None,
     name: str | None = None,
-    op: Op | None = None,
+    op: HorovodOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = WORLD,
@@ -135,7 +135,7 @@ def allreduce(
     average: bool | None = None,
     name: str | None = None,
     compression: type[TensorCompressor] = Compression.none,
-    op: Op | None = None,
+    op: HorovodOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = WORLD,
@@ -153,7 +153,7 @@ def grouped_allreduce_async(
     tensors: Tensors,
     average: bool | None = None,
     name: str | None = None,
-    op: Op | None = None,
+    op: HorovodOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = WORLD,
@@ -167,7 +167,7 @@ def grouped_allreduce_async_(
     tensors: Tensors,
     average: bool | None = None,
     name: str | None = None,
-    op: Op | None = None,
+    op: HorovodOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = WORLD,
@@ -186,7 +186,7 @@ def grouped_allreduce(
     average: bool | None = None,
     name: str | None = None,
     compression: type[TensorCompressor] = Compression.none,
-    op: Op | None = None,
+    op: HorovodOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = WORLD,
@@ -206,20 +206,20 @@ def grouped_allreduce(
 
 
 def sparse_allreduce_async(
-    tensor: Tensor, name: str | None, op: Op, process_set: ProcessSet = WORLD
+    tensor: Tensor, name: str | None, op: HorovodOp, process_set: ProcessSet = WORLD
 ) -> Callable[[], Tensor]:
     """Begin an allreduce of a sparse tensor. It is made by an allgather of all ranks' entries.
 
     Return a function that waits for the result and returns it. The result is not coalesced. `op` is Average or Sum.
     """
-    if op not in (Op.Average, Op.Sum):
+    if op not in (HorovodOp.Average, HorovodOp.Sum):
         raise of_caller(NotImplementedError(f"sparse_allreduce_async: op is {op!r}: choose Average or Sum"))
     at, values = tensor._indices().t().contiguous(), tensor._values()
     handle = grouped_allgather_async([at, values], f"{name}.sparse" if name is not None else None, process_set)
 
     def finish() -> Tensor:
         places, summed = synchronize(handle)
-        summed = summed / process_set.size() if op == Op.Average else summed
+        summed = summed / process_set.size() if op == HorovodOp.Average else summed
         return torch.sparse_coo_tensor(places.t(), summed, tensor.size(), check_invariants=False)
 
     return finish
@@ -258,7 +258,7 @@ def grouped_allgather(tensors: Tensors, name: str | None = None, process_set: Pr
         return synchronize(grouped_allgather_async(given, name, process_set))
 
     def backward(gradients: Tensors) -> list[Tensor]:
-        means = synchronize(grouped_allreduce_async(gradients, None, None, Op.Average, process_set=process_set))
+        means = synchronize(grouped_allreduce_async(gradients, None, None, HorovodOp.Average, process_set=process_set))
         lengths = synchronize(allgather_async(torch.tensor([rows]), None, process_set))
         starts = lengths[: process_set.rank()].sum(0).tolist()
         return [mean.narrow(0, start, length) for mean, start, length in zip(means, starts, rows)]
@@ -294,7 +294,7 @@ def broadcast(tensor: Tensor, root_rank: int, name: str | None = None, process_s
         return [synchronize(broadcast_async(given[0], root_rank, name, process_set))]
 
     def backward(gradients: Tensors) -> list[Tensor]:
-        mean = synchronize(allreduce_async(gradients[0], None, None, Op.Average, process_set=process_set))
+        mean = synchronize(allreduce_async(gradients[0], None, None, HorovodOp.Average, process_set=process_set))
         return [mean if rank() == root_rank else mean * 0]
 
     return _Followed.apply(forward, backward, tensor)[0]
@@ -362,7 +362,7 @@ def alltoall(
 def reducescatter_async(
     tensor: Tensor,
     name: str | None = None,
-    op: Op = Op.Average,
+    op: HorovodOp = HorovodOp.Average,
     process_set: ProcessSet = WORLD,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -378,7 +378,7 @@ def reducescatter_async(
 def grouped_reducescatter_async(
     tensors: Tensors,
     name: str | None = None,
-    op: Op = Op.Average,
+    op: HorovodOp = HorovodOp.Average,
     process_set: ProcessSet = WORLD,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -392,7 +392,7 @@ def reducescatter(
     tensor: Tensor,
     name: str | None = None,
     compression: type[TensorCompressor] = Compression.none,
-    op: Op = Op.Average,
+    op: HorovodOp = HorovodOp.Average,
     process_set: ProcessSet = WORLD,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -408,7 +408,7 @@ def grouped_reducescatter(
     tensors: Tensors,
     name: str | None = None,
     compression: type[TensorCompressor] = Compression.none,
-    op: Op = Op.Average,
+    op: HorovodOp = HorovodOp.Average,
     process_set: ProcessSet = WORLD,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -421,7 +421,7 @@ def grouped_reducescatter(
         return synchronize(grouped_reducescatter_async(given, name, op, process_set, *factors))
 
     def backward(gradients: Tensors) -> list[Tensor]:
-        scale = prescale_factor * postscale_factor * ((process_set.size() or 1) if op == Op.Sum else 1)
+        scale = prescale_factor * postscale_factor * ((process_set.size() or 1) if op == HorovodOp.Sum else 1)
         return synchronize(grouped_allgather_async([scale * each for each in gradients], None, process_set))
 
     results = _Followed.apply(forward, backward, *packed)
@@ -451,7 +451,7 @@ def _begin(
     name: str | None,
     process_set: ProcessSet,
     deliver: Callable[..., T],
-    op: Op = Op.Average,
+    op: HorovodOp = HorovodOp.Average,
     prescale: float = 1.0,
     postscale: float = 1.0,
     root: int = 0,
@@ -473,7 +473,7 @@ def _begin(
 def _reduce(
     tensors: Tensors,
     name: str | None,
-    op: Op,
+    op: HorovodOp,
     prescale: float,
     postscale: float,
     process_set: ProcessSet,
@@ -482,7 +482,7 @@ def _reduce(
     return _begin("allreduce", tensors, name, process_set, deliver, op=op, prescale=prescale, postscale=postscale)
 
 
-def _op(op: Op | None, average: bool | None) -> Op:
+def _op(op: HorovodOp | None, average: bool | None) -> HorovodOp:
     """Return the reduction that `op` or the deprecated `average` selects.
 
     Raises an error if both are given, or if the reduction is unknown or not supported.
@@ -491,12 +491,12 @@ def _op(op: Op | None, average: bool | None) -> Op:
         if op is not None:
             raise of_caller(ValueError("op and average are both given: pass op alone"))
         warnings.warn("average is Horovod's old name: pass op=hvd.Average or hvd.Sum", DeprecationWarning, stacklevel=4)
-        return Op.Average if average else Op.Sum
-    if op is Op.Adasum:
+        return HorovodOp.Average if average else HorovodOp.Sum
+    if op is HorovodOp.Adasum:
         raise of_caller(NotImplementedError("op=Adasum is not supported: choose op=hvd.Average, and tune the rate"))
     if op is not None and op not in REDUCTIONS:
         raise of_caller(ValueError(f"op is {op!r}: choose hvd.Average, Sum, Min, Max or Product"))
-    return Op.Average if op is None else Op(op)
+    return HorovodOp.Average if op is None else HorovodOp(op)
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mpips.collectives.errors import of_caller
-from mpips.horovod.negotiation import Op
+from mpips.horovod.negotiation import HorovodOp
 from mpips.horovod.operations import (
     Compression,
     TensorCompressor,
@@ -31,7 +31,7 @@ def DistributedOptimizer(
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
     compression: type[TensorCompressor] = Compression.none,
     backward_passes_per_step: int = 1,
-    op: Op = Op.Average,
+    op: HorovodOp = HorovodOp.Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: int | Sequence[Sequence[Tensor]] | None = None,
@@ -62,7 +62,7 @@ def DistributedOptimizer(
         ValueError: An argument is invalid.
         NotImplementedError: `op` is Adasum.
     """
-    if gradient_predivide_factor != 1.0 and op != Op.Average:
+    if gradient_predivide_factor != 1.0 and op != HorovodOp.Average:
         raise of_caller(
             ValueError(
                 f"gradient_predivide_factor is {gradient_predivide_factor} with op={op!r}: it goes "
@@ -71,7 +71,7 @@ def DistributedOptimizer(
         )
     if backward_passes_per_step <= 0:
         raise of_caller(ValueError(f"backward_passes_per_step is {backward_passes_per_step}: pass 1 or more"))
-    if op == Op.Adasum:
+    if op == HorovodOp.Adasum:
         raise of_caller(NotImplementedError("op=Adasum is not supported: choose op=hvd.Average, and tune the rate"))
     if num_groups:
         warnings.warn("num_groups is Horovod's old name: pass groups", DeprecationWarning, stacklevel=2)
@@ -99,7 +99,7 @@ class _Reduction:
     def __init__(
         self,
         compression: type[TensorCompressor],
-        op: Op,
+        op: HorovodOp,
         factors: tuple[float, float],
         sparse_as_dense: bool,
         process_set: ProcessSet,

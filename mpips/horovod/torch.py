@@ -24,7 +24,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from mpips.collectives.errors import of_caller
-from mpips.horovod.negotiation import HorovodInternalError, Op
+from mpips.horovod.negotiation import HorovodInternalError, HorovodOp
 from mpips.horovod.operations import (
     Compression,
     allgather,
@@ -146,7 +146,7 @@ __all__ = [
     "synchronize",
 ]
 
-Average, Sum, Adasum, Min, Max, Product = Op
+Average, Sum, Adasum, Min, Max, Product = HorovodOp
 
 
 def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int = 0) -> None:

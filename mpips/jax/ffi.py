@@ -49,7 +49,7 @@ Extension._fields_ = [
 ]
 
 
-class Version(ctypes.Structure):
+class ApiVersion(ctypes.Structure):
     """The version of the interface."""
 
     _fields_ = [
@@ -63,7 +63,7 @@ class Version(ctypes.Structure):
 class Metadata(ctypes.Structure):
     """The description that a handler gives of itself when it is registered."""
 
-    _fields_ = [("struct_size", ctypes.c_size_t), ("version", Version), ("traits", ctypes.c_uint32)]
+    _fields_ = [("struct_size", ctypes.c_size_t), ("version", ApiVersion), ("traits", ctypes.c_uint32)]
 
 
 class MetadataExtension(ctypes.Structure):
@@ -83,7 +83,7 @@ class Buffer(ctypes.Structure):
     ]
 
 
-class Buffers(ctypes.Structure):
+class BufferList(ctypes.Structure):
     """The inputs of a call, or its outputs."""
 
     _fields_ = [
@@ -131,7 +131,7 @@ class Api(ctypes.Structure):
     _fields_ = [
         ("struct_size", ctypes.c_size_t),
         ("extension", ctypes.c_void_p),
-        ("version", Version),
+        ("version", ApiVersion),
         ("internal", ctypes.c_void_p),
         ("create_error", ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(ErrorArguments))),
     ]
@@ -146,8 +146,8 @@ class CallFrame(ctypes.Structure):
         ("api", ctypes.POINTER(Api)),
         ("context", ctypes.c_void_p),
         ("stage", ctypes.c_int),
-        ("inputs", Buffers),
-        ("outputs", Buffers),
+        ("inputs", BufferList),
+        ("outputs", BufferList),
         ("attributes", Attributes),
     ]
 

@@ -220,7 +220,7 @@ class MessageBlocks(Contribution):
         # number of blocks to ask for at a time, including the one that is needed next
         self._early = max(2, receiver.in_flight // len(unit.contributors))
         # blocks that were asked for and not taken; the last has the number `_asked - 1`
-        self._coming: deque[_Block] = deque()
+        self._coming: deque[_IncomingBlock] = deque()
         self._asked = 0
         if frame.flags & ALONG:
             data = receiver.buffers.borrow(frame.nbytes, True, sent=True)
@@ -314,7 +314,7 @@ class WholeMessage(Contribution):
         self._data = np.empty(frame.nbytes, np.uint8)
         step = frame.nbytes if read is not None else unit.block_elements * unit.stored.itemsize
         self._rest = deque(cut_bytes(self._data, step))
-        self._coming: deque[_Block] = deque()
+        self._coming: deque[_IncomingBlock] = deque()
         self._asked = 0
         if frame.flags & ALONG:
             self._receive()
@@ -340,7 +340,7 @@ class WholeMessage(Contribution):
         return total
 
 
-class _Block(NamedTuple):
+class _IncomingBlock(NamedTuple):
     """A block on its way to the server."""
 
     request: MPI.Request
@@ -385,13 +385,13 @@ class Receiver:
 
         return is_there
 
-    def receive(self, data: Bytes, worker: int, unit: int, due: bool) -> _Block:
+    def receive(self, data: Bytes, worker: int, unit: int, due: bool) -> _IncomingBlock:
         """Begin to receive a block."""
         request = self.comm.Irecv(data, worker, push_tag(unit))
         self._coming[id(request)] = request
-        return _Block(request, data, due)
+        return _IncomingBlock(request, data, due)
 
-    def came(self, block: _Block) -> bool:
+    def came(self, block: _IncomingBlock) -> bool:
         """True if a block has arrived. Never True if its worker has died before the block arrived."""
         name = id(block.request)
         # A request is null once it has completed.
