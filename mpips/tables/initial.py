@@ -15,29 +15,26 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpips.collectives.errors import of_caller
-from mpips.collectives.kernels.function import Compiled
+from mpips.collectives.kernels.function import Compiled, compiled, narrow
 from mpips.collectives.kernels.quiet import quiet
 from mpips.optimizers.base import working_dtype
-from mpips.store.keys.row_sums import GOLDEN, Ids, Places, mixed
-from mpips.tables import kernels
+from mpips.store.keys.row_sums import CONSTANTS, GOLDEN, Ids, Places, mixed
+from mpips.tables.kernels import ROWS
 from mpips.tables.messages import MakeTable
+
+if TYPE_CHECKING:
+    from mpips.collectives.kernels.compiler import mixed64
 
 F = TypeVar("F", bound=Callable[[Ids], Any])
 Array = NDArray[Any]
 # The number of values that are computed at a time. With 8 bytes for each value they fit into the cache.
 MADE_AT_ONCE = 1 << 14
-# rule of random first values -> the compiled loop that writes them
-LOOPS = {
-    "uniform": kernels.first_values,
-    "normal": kernels.first_normals,
-    "truncated_normal": kernels.first_normals,
-}
 # Rule -> the share of the normal distribution that values are drawn from. Two standard deviations on both sides of the
 # mean are 0.95449974 of it. The share is a little smaller, so that no rounding error leads out of this range.
 SHARES = {"normal": 1.0, "truncated_normal": 0.9544997}
@@ -293,6 +290,69 @@ def _polynomial(coefficients: Sequence[float], x: NDArray[np.float64]) -> NDArra
     for coefficient in coefficients[1:]:
         total = total * x + coefficient
     return total
+
+
+@compiled("stored[], const int64[], const int64[], const uint64[], const float64[], int64", ROWS, CONSTANTS)
+def first_values(values: Array, ids: Array, rows: Array, key: Array, spread: Array, dim: int) -> int:
+    """Write the first values of ids into the rows `rows`.
+
+    Args:
+        key: The table's key for first values, as an array with one number.
+        spread: The step between two possible values, and minus the smallest value.
+    """
+    for i in range(ids.size):
+        stream = mixed64(np.uint64(ids[i]) ^ key[0])
+        v_ = values[rows[i] * dim : (rows[i] + 1) * dim]
+        for k in range(v_.size):
+            word = mixed64(stream + np.uint64(k + 1) * np.uint64(GOLDEN)) >> np.uint64(11)
+            v_[k] = narrow(np.float64(np.int64(word)) * spread[0] - spread[1])
+    return 1
+
+
+@compiled("stored[], const int64[], const int64[], const uint64[], const float64[], int64", ROWS, CONSTANTS)
+def first_normals(values: Array, ids: Array, rows: Array, key: Array, numbers: Array, dim: int) -> int:
+    """Write normally distributed first values like `normals`. Arguments as in `first_values`.
+
+    Args:
+        numbers: Mean, standard deviation and share, then the 21 coefficients (`COEFFICIENTS`).
+    """
+    for i in range(ids.size):
+        stream = mixed64(np.uint64(ids[i]) ^ key[0])
+        v_ = values[rows[i] * dim : (rows[i] + 1) * dim]
+        for k in range(v_.size):
+            word = mixed64(stream + np.uint64(k + 1) * np.uint64(GOLDEN)) >> np.uint64(12)
+            q = ((np.float64(np.int64(word)) + 0.5) / 4503599627370496.0 - 0.5) * numbers[2]
+            if abs(q) <= 0.47575:
+                r, above, below = q * q, numbers[3], numbers[9]
+                for j in range(4, 9):
+                    above = above * r + numbers[j]
+                for j in range(10, 14):
+                    below = below * r + numbers[j]
+                x = above * q / (below * r + 1.0)
+            else:
+                m, halvings = 0.5 - abs(q), 0.0
+                while m < 0.5:
+                    m *= 2.0
+                    halvings += 1.0
+                s = (m - 0.7071067811865476) / (m + 0.7071067811865476)
+                z, series = s * s, 0.0
+                for j in range(17, 0, -2):
+                    series = series * z + 1.0 / j
+                r = np.sqrt(((halvings + 0.5) * 0.6931471805599453 - s * 2.0 * series) * 2.0)
+                above, below = numbers[14], numbers[20]
+                for j in range(15, 20):
+                    above = above * r + numbers[j]
+                for j in range(21, 24):
+                    below = below * r + numbers[j]
+                x = above / (below * r + 1.0)
+                if q > 0:
+                    x = -x
+            v_[k] = narrow(x * numbers[1] + numbers[0])
+    return 1
+
+
+# rule of random first values -> the compiled loop that writes them
+LOOPS = {"uniform": first_values, "normal": first_normals, "truncated_normal": first_normals}
 
 
 def _number(rule: str, argument: str, given: float, least: float = -math.inf) -> float:

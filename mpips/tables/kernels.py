@@ -1,4 +1,4 @@
-"""Compiled loops of tables: find, make, read and update rows. Without them NumPy code computes the same bits.
+"""Compiled loops of tables: find, insert, read and update rows. Without them NumPy code computes the same bits.
 
 A *slot* is an entry of the hash table that finds the position of an id's row (see `index`). Arrays of rows are passed
 1-D: row p of `values` is values[p * dim : (p + 1) * dim].
@@ -90,65 +90,6 @@ def insert(ids: Array, slots: Array, positions: Array) -> int:
         while slots[at]:
             at = (at + np.uint64(1)) & mask
         slots[at] = (word & above) | np.uint64(positions[i] + 1)
-    return 1
-
-
-@compiled("stored[], const int64[], const int64[], const uint64[], const float64[], int64", ROWS, CONSTANTS)
-def first_values(values: Array, ids: Array, rows: Array, key: Array, spread: Array, dim: int) -> int:
-    """Write the first values of ids into the rows `rows`.
-
-    Args:
-        key: The table's key for first values, as an array with one number.
-        spread: The step between two possible values, and minus the smallest value.
-    """
-    for i in range(ids.size):
-        stream = mixed64(np.uint64(ids[i]) ^ key[0])
-        v_ = values[rows[i] * dim : (rows[i] + 1) * dim]
-        for k in range(v_.size):
-            word = mixed64(stream + np.uint64(k + 1) * np.uint64(GOLDEN)) >> np.uint64(11)
-            v_[k] = narrow(np.float64(np.int64(word)) * spread[0] - spread[1])
-    return 1
-
-
-@compiled("stored[], const int64[], const int64[], const uint64[], const float64[], int64", ROWS, CONSTANTS)
-def first_normals(values: Array, ids: Array, rows: Array, key: Array, numbers: Array, dim: int) -> int:
-    """Write normally distributed first values like `initial.normals`. Arguments as in `first_values`.
-
-    Args:
-        numbers: Mean, standard deviation and share, then the 21 coefficients (`initial.COEFFICIENTS`).
-    """
-    for i in range(ids.size):
-        stream = mixed64(np.uint64(ids[i]) ^ key[0])
-        v_ = values[rows[i] * dim : (rows[i] + 1) * dim]
-        for k in range(v_.size):
-            word = mixed64(stream + np.uint64(k + 1) * np.uint64(GOLDEN)) >> np.uint64(12)
-            q = ((np.float64(np.int64(word)) + 0.5) / 4503599627370496.0 - 0.5) * numbers[2]
-            if abs(q) <= 0.47575:
-                r, above, below = q * q, numbers[3], numbers[9]
-                for j in range(4, 9):
-                    above = above * r + numbers[j]
-                for j in range(10, 14):
-                    below = below * r + numbers[j]
-                x = above * q / (below * r + 1.0)
-            else:
-                m, halvings = 0.5 - abs(q), 0.0
-                while m < 0.5:
-                    m *= 2.0
-                    halvings += 1.0
-                s = (m - 0.7071067811865476) / (m + 0.7071067811865476)
-                z, series = s * s, 0.0
-                for j in range(17, 0, -2):
-                    series = series * z + 1.0 / j
-                r = np.sqrt(((halvings + 0.5) * 0.6931471805599453 - s * 2.0 * series) * 2.0)
-                above, below = numbers[14], numbers[20]
-                for j in range(15, 20):
-                    above = above * r + numbers[j]
-                for j in range(21, 24):
-                    below = below * r + numbers[j]
-                x = above / (below * r + 1.0)
-                if q > 0:
-                    x = -x
-            v_[k] = narrow(x * numbers[1] + numbers[0])
     return 1
 
 

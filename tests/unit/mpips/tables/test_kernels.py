@@ -10,7 +10,7 @@ import pytest
 
 from collectives.kernels import engine
 from mpips.store.keys.row_sums import distinct, owners_of, sum_into, summed
-from mpips.tables import halves, kernels
+from mpips.tables import halves, initial, kernels
 from mpips.tables.client import deal
 from mpips.tables.row_optimizers import ROW_OPTIMIZERS
 from mpips.tables.rows import TableRows
@@ -94,5 +94,5 @@ def test_half_rows_have_the_bits_of_numpy(optimizer: str, dtype: str, stochastic
 @pytest.mark.parametrize("init", sorted(INITS))
 def test_first_values_have_the_bits_of_numpy(init: str, dtype: str) -> None:
     check_bits("sgd", 33, dtype, init)
-    loop = kernels.first_normals if init in ("normal", "truncated") else kernels.first_values
+    loop = initial.first_normals if init in ("normal", "truncated") else initial.first_values
     assert loop.ready(np.zeros(1, dtype))
