@@ -42,9 +42,6 @@ HUGE_PAGE = 2 << 20
 FIRST_BYTES = 256 << 20
 # the size of the fifth segment and of all later ones
 SEGMENT_BYTES = 4 << 30
-# Long copies use the x86 instruction `rep movsb`. It copies byte by byte, and so slowly, if (target - source) modulo
-# this period is 1 to 63 bytes.
-COPY_PERIOD = 4 << 30
 # how much memory of freed arrays a segment keeps
 IDLE_BYTES = 512 << 20
 # While a rank touches pages, it checks the free memory again and again. Between two checks, all ranks of a node
@@ -75,9 +72,9 @@ def segment_bytes(nbytes: int, before: int = 0) -> int:
     """Return the size of a new segment for an array of `nbytes`, if `before` segments exist already.
 
     The size is a multiple of the huge page size, but not of 256 MiB, so that adjacent segments do not add up to 4 GiB.
-    The reason is COPY_PERIOD. NumPy's own long arrays begin 16 bytes after the start of a page. If such an array lay a
-    multiple of 4 GiB above the start of a segment, a copy from the segment to the array would take 4 to 9 times as
-    long.
+    Long copies use the x86 instruction `rep movsb`. It copies byte by byte if (target - source) modulo 4 GiB is 1 to 63
+    bytes. NumPy's own long arrays begin 16 bytes after the start of a page. If such an array lay a multiple of 4 GiB
+    above the start of a segment, a copy from the segment to the array would take 4 to 9 times as long.
     """
     size = max(min(FIRST_BYTES << before, SEGMENT_BYTES), -(-nbytes // HUGE_PAGE) * HUGE_PAGE)
     return size if size % FIRST_BYTES else size + HUGE_PAGE

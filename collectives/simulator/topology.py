@@ -112,11 +112,6 @@ class BCube:
         above, below = host // self.n ** (level + 1), host % self.n**level
         return level * self.n ** (self.k - 1) + above * self.n**level + below
 
-    def neighbours(self, host: int, level: int) -> tuple[int, ...]:
-        """Return the other hosts that are connected to a host's switch at a level."""
-        first = host - self._digit(host, level) * self.n**level
-        return tuple(h for h in range(first, first + self.n ** (level + 1), self.n**level) if h != host)
-
     def next_hop(self, host: int, target: int) -> tuple[int, int]:
         """Return the level and the neighbour to which a host sends a message for `target`.
 

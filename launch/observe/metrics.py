@@ -324,8 +324,3 @@ def _registry(job: str | None) -> CollectorRegistry:
     registry = CollectorRegistry()
     registry.register(JobMetrics(job))
     return registry
-
-
-def list_names() -> Sequence[str]:
-    """Return the names of all metrics as Prometheus shows them: counters end in "_total"."""
-    return ["mpips_rank_info", *(metric.name + "_total" * (metric.kind is COUNTER) for metric in DEFINITIONS)]

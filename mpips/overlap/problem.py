@@ -106,23 +106,6 @@ def sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.concatenate(([0.0], np.cumsum(values)))
 
 
-def check_groups(groups: Iterable[Group], layers: int) -> Groups:
-    """Return the groups as tuples. Raises ValueError unless they are contiguous, in order, and cover 1..layers.
-
-    >>> mpips.overlap.check_groups([[1, 2], [3, 3]], layers=3)
-    ((1, 2), (3, 3))
-    """
-    checked = tuple((int(first), int(last)) for first, last in groups)
-    expected = 1
-    for first, last in checked:
-        if first != expected or last < first:
-            raise ValueError(f"group [{first}, {last}] should start at layer {expected}: groups cover 1..{layers}")
-        expected = last + 1
-    if expected != layers + 1:
-        raise ValueError(f"groups end at layer {expected - 1}, the profile at layer {layers}")
-    return checked
-
-
 def from_ends(ends: Iterable[int]) -> Groups:
     """Return the groups whose last layers are `ends`, ascending (iBatch's l_1, .., l_N)."""
     groups, first = [], 1

@@ -19,9 +19,9 @@ from examples.reproduce.overlap.mg_wfbp import communication
 from examples.reproduce.overlap.networks import MODELS, blocks, googlenet
 from examples.reproduce.overlap.rivals import PARTITIONS, backward, forward, ibatch
 from examples.reproduce.overlap.simulated import command as reproduce
-from mpips.overlap import Problem, check_groups, makespan
+from mpips.overlap import Problem, makespan
 from mpips.overlap.problem import from_ends, message_times
-from tests.unit.mpips.overlap.problems import partitions, problems
+from tests.unit.mpips.overlap.problems import check_cover, partitions, problems
 
 
 @pytest.mark.slow
@@ -93,7 +93,7 @@ def test_networks_of_the_papers_differ_where_they_say() -> None:
 def test_rivals_are_partitions_too(problem: Problem) -> None:
     least = makespan(problem, PARTITIONS["optimal"](problem))
     for name, partition in PARTITIONS.items():
-        assert makespan(problem, check_groups(partition(problem), problem.layers)) >= least * (1 - 1e-12), name
+        assert makespan(problem, check_cover(partition(problem), problem.layers)) >= least * (1 - 1e-12), name
 
 
 @given(problems())
@@ -117,7 +117,7 @@ def test_ibatch_takes_the_better_of_its_two_algorithms(problem: Problem) -> None
     if problem.layers < 2:
         assert ibatch(problem) == ((1, 1),)
         return
-    both = [makespan(problem, check_groups(f(problem), problem.layers)) for f in (forward, backward)]
+    both = [makespan(problem, check_cover(f(problem), problem.layers)) for f in (forward, backward)]
     assert makespan(problem, ibatch(problem)) == min(both)
 
 

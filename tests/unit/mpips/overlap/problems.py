@@ -20,6 +20,13 @@ def partitions(layers: int) -> Iterator[Groups]:
         yield from_ends([i + 1 for i in range(layers - 1) if mask >> i & 1] + [layers])
 
 
+def check_cover(groups: Groups, layers: int) -> Groups:
+    """Return the groups. They must be contiguous, in order, and cover 1..layers."""
+    assert [layer for first, last in groups for layer in range(first, last + 1)] == list(range(1, layers + 1)), groups
+    assert all(first <= last for first, last in groups), groups
+    return groups
+
+
 def random_problem(rng: np.random.Generator, layers: int) -> Problem:
     """All regimes: messages and startups from negligible to dominant, sometimes exactly nothing or all alike."""
     compute, transfer = rng.exponential(size=layers), rng.exponential(size=layers) * 10 ** rng.uniform(-2, 1)

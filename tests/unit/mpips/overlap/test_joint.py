@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpips.overlap import PARTITIONS, JointPlan, Problem, check_groups, joint, makespan, timeline
+from mpips.overlap import PARTITIONS, JointPlan, Problem, joint, makespan, timeline
 from mpips.overlap.problem import Link
 
-from .problems import partitions, random_problem
+from .problems import check_cover, partitions, random_problem
 
 LINKS: tuple[Link, ...] = ("shared", "duplex")
 
@@ -62,9 +62,9 @@ def test_never_worse_than_two_separate_optima(seed: int, layers: int, link: Link
     rng = np.random.default_rng(seed)
     push, pull = random_problem(rng, layers), random_problem(rng, layers)
     plan = joint.plan(push, pull, link)
-    check_groups(plan.push, layers)
+    check_cover(plan.push, layers)
     if plan.pull:
-        check_groups(plan.pull, plan.first_early_layer - 1)
+        check_cover(plan.pull, plan.first_early_layer - 1)
     is_no_worse(push, pull, plan, link)
 
 

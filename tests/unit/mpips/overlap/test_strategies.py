@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from mpips.overlap import PARTITIONS, Problem, check_groups, makespan, timeline
+from mpips.overlap import PARTITIONS, Problem, makespan, timeline
 
-from .problems import partitions, problems, random_problem
+from .problems import check_cover, partitions, problems, random_problem
 
 
 def all_makespans(problem: Problem) -> np.ndarray:
@@ -39,7 +39,7 @@ def test_strategies_are_partitions_and_never_beat_the_optimum(problem: Problem) 
     before = problem.compute.copy(), problem.transfer.copy()
     least = makespan(problem, PARTITIONS["optimal"](problem))
     for name, partition in PARTITIONS.items():
-        groups = check_groups(partition(problem), problem.layers)
+        groups = check_cover(partition(problem), problem.layers)
         assert makespan(problem, groups) >= least * (1 - 1e-12), name
     np.testing.assert_array_equal(problem.compute, before[0])  # nothing is written to the problem
     np.testing.assert_array_equal(problem.transfer, before[1])
@@ -84,9 +84,3 @@ def test_pull_is_the_mirror_of_push(problem: Problem) -> None:
 def test_lists_of_different_lengths_are_refused(compute: list[int], transfer: list[int]) -> None:
     with pytest.raises(ValueError, match="give two lists of one length"):
         Problem.of(compute, 0.5, transfer)
-
-
-@pytest.mark.parametrize("groups", [((1, 2),), ((2, 3),), ((1, 1), (3, 3)), ((1, 2), (2, 3)), ((1, 4),), ()])
-def test_groups_that_do_not_cover_are_refused(groups: tuple[tuple[int, int], ...]) -> None:
-    with pytest.raises(ValueError, match="group"):
-        check_groups(groups, 3)
