@@ -284,17 +284,17 @@ def _check_races(schedule: Schedule, lane: int, step: int, rounds: list[Round], 
     """
     line = np.arange(schedule.p) * (chunks + 1)
 
-    def along(r: Round, part: ChunkInterval, partner: Array) -> tuple[Array, Array]:
+    def along(part: ChunkInterval, partner: Array) -> tuple[Array, Array]:
         active = partner != NOBODY
         return (line + part.start)[active], (line + part.stop)[active]
 
-    received = [along(r, r.receive, r.receive_from) for r in rounds]
+    received = [along(r.receive, r.receive_from) for r in rounds]
     copied = [ends for r, ends in zip(rounds, received) if not r.add]
     if not copied:
         return
     begins, ends = (np.sort(np.concatenate(column)) for column in zip(*copied))
     for index, r in enumerate(rounds):
-        for verb, part, own in (("sends", along(r, r.send, r.send_to), 0), ("receives", received[index], not r.add)):
+        for verb, part, own in (("sends", along(r.send, r.send_to), 0), ("receives", received[index], not r.add)):
             over = np.searchsorted(begins, part[1], "left") - np.searchsorted(ends, part[0], "right")
             for i in np.flatnonzero(over > own)[:1]:
                 rank, chunk = divmod(int(part[0][i]), chunks + 1)

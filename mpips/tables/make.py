@@ -54,7 +54,7 @@ def make(store: WorkerStore, route: Route, name: Any, options: TableOptions, num
         return Table(store, route, service.client, table)
 
     def check() -> tuple[str, TableOptions]:
-        given = _check_name(store, name)
+        given = _check_name(name)
         if service is None:
             raise ValueError(
                 f"table {given!r}: kind {store.layout.kind!r} has no servers here, and a table needs one: take "
@@ -76,7 +76,7 @@ def make(store: WorkerStore, route: Route, name: Any, options: TableOptions, num
     return Table(store, route, service.client, service.collections[card.table])
 
 
-def _check_name(store: WorkerStore, name: object) -> str:
+def _check_name(name: object) -> str:
     if not isinstance(name, str):
         raise TypeError(f"table: the name {name!r} is no str: give one")
     arguments.check_new(name, "table", "name")

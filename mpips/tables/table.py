@@ -205,7 +205,7 @@ class Table(NotCopyable):
         with CALLER_ERRORS:
             where, shape = self._ids_of("ipull", ids)
             target, rows = self._target_of("ipull", out, shape)
-        task = self._read("ipull", where, rows, target)
+        task = self._read(where, rows, target)
         self._route.mark(call := f"ipull of table {self.name!r}")
         if recorder.is_traced:
             task = recorded("pull", task, [self._record("pull", len(where), starts=False)])
@@ -426,7 +426,7 @@ class Table(NotCopyable):
         what = f"stats of table {table.name!r} after push {self.pushes}"
         return self._store.run(what, self._tables.stats(table), collections=[self.name])
 
-    def _read(self, what: str, ids: Ids, out: Array, target: object) -> Task[object]:
+    def _read(self, ids: Ids, out: Array, target: object) -> Task[object]:
         """Pull into `out`, and return `target`, the caller's array or tensor. `out` is a view of its memory."""
         yield from self._tables.pull([(self._known, ids, out)])
         return target
