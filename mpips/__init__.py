@@ -1,6 +1,6 @@
 """mpips: a parameter server with MPI inside its clients, after MXNET-MPI (arXiv:1801.03855).
 
-    kv = mpips.create("mpi_sync")     # a server serves inside this call until the job ends, and then exits
+    kv = mpips.create("mpi_sync")     # a server serves inside this call until the workers are done, and then exits
     kv.init("w", weights)
     kv.pushpull("w", gradient, out=total)
 
