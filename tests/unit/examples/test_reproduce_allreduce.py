@@ -164,3 +164,23 @@ def test_a_folder_with_something_else_is_left_alone(tmp_path: Path, monkeypatch:
     assert python is None
     assert "--environment" in reason
     assert kept.exists()
+
+
+def test_jobs_beside_mxnet_show_their_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def mxnet(python: Path, servers: int, workers: int) -> dict[int, float]:
+        ran.append(f"MXNet, servers {servers}, workers {workers}")
+        return {1024: 3e-3}
+
+    def ours(servers: int, workers: int) -> list[dict[str, object]]:
+        ran.append(f"mpips, servers {servers}, workers {workers}")
+        return [{"bytes": 1024, "array": "ordinary", "push_pull_s": 1e-3, "floor_s": 5e-4}]
+
+    monkeypatch.setattr(beside_mxnet, "environment", lambda folder: (folder, ""))
+    monkeypatch.setattr(beside_mxnet, "mxnet", mxnet)
+    monkeypatch.setattr(beside_mxnet, "ours", ours)
+    done = CliRunner().invoke(beside_mxnet.command, ["--rounds", "1"])
+    assert done.exit_code == 0, done.output
+    assert done.stderr.splitlines() == [f"jobs: {job}, {number} of 4" for number, job in enumerate(ran, 1)]
+    assert "3.0" in done.stdout
