@@ -22,6 +22,8 @@ class CollectiveError(RuntimeError):
     Every rank raises the same message.
     """
 
+    # Tracebacks show the name under which programs catch the error, "mpips.CollectiveError". So do all public errors.
+    __module__ = "mpips"
     # the mark that the function `of_caller` sets on other errors
     of_caller = True
 
@@ -29,9 +31,13 @@ class CollectiveError(RuntimeError):
 class MismatchError(CollectiveError, ValueError):
     """Ranks made different calls, or the same call with different arguments."""
 
+    __module__ = "mpips"
+
 
 class StallError(CollectiveError, TimeoutError):
     """A wait took longer than ``timeout_seconds``. The message names the operation and the ranks that are missing."""
+
+    __module__ = "mpips"
 
 
 # An error is sent between ranks as an index into this tuple, and a message.

@@ -28,6 +28,8 @@ class TrainingError(ValueError):
     All ranks of the communicator raise it with the same message.
     """
 
+    __module__ = "mpips.mlp"
+
     # True if every rank of COMM_WORLD raises this error. If nobody catches it, no rank needs to abort the job, and only
     # one rank prints the error.
     everywhere = False

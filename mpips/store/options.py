@@ -38,6 +38,7 @@ ALIASES = {"synchronous-mpi": "mpi_sync", "asynchronous-mpi": "mpi_async"}
 class OptionError(ValueError):
     """An option that makes no sense, or options that contradict each other or the size of the job."""
 
+    __module__ = "mpips"
     of_caller = True  # see `collectives.errors`
 
 

@@ -26,6 +26,8 @@ class StoreError(CollectiveError):
     `kv.recover()` begins the next generation.
     """
 
+    __module__ = "mpips"
+
 
 class LostError(StoreError):
     """The store, or the training, cannot go on with the ranks and data that are left.
@@ -37,9 +39,13 @@ class LostError(StoreError):
 class StoreMismatchError(StoreError, MismatchError):
     """The generation has ended because ranks made calls that do not fit together."""
 
+    __module__ = "mpips"
+
 
 class StoreStallError(StoreError, StallError):
     """The generation has ended because a wait exceeded `timeout_seconds`."""
+
+    __module__ = "mpips"
 
 
 class RoomError(MemoryError):

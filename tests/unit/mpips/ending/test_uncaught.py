@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import mpips
 from collectives.errors import of_caller
 from mpips.ending import uncaught
 
@@ -114,6 +115,14 @@ def test_what_we_caught_on_the_way_is_not_shown_and_what_the_caller_caught_is() 
             refuse("no")
 
     assert "KeyError" in shown(raised(caller))
+
+
+def test_a_traceback_names_errors_as_programs_catch_them() -> None:
+    names = [name for name in mpips.__all__ if name.endswith("Error")]
+    assert "StoreError" in names
+    for name in names:
+        text = shown(raised(ours("def call(error):\n    raise error\n"), getattr(mpips, name)("no")))
+        assert text.splitlines()[-1] == f"mpips.{name}: no"
 
 
 def test_a_sentence_of_ours_is_the_same_wherever_it_is_raised() -> None:
