@@ -173,26 +173,12 @@ class PlainRows:
 class OurTable:
     """The contender of mpips. A sample has seconds of `calls` pulls, pushes and steps."""
 
-    def __init__(
-        self,
-        kv: mpips.KVStore,
-        rows: int,
-        dim: int,
-        dtype: str = "float32",
-        optimizer: str = "adagrad",
-        rounding: str = "nearest",
-    ) -> None:
-        kind = {"dtype": dtype, "optimizer": optimizer, "rounding": rounding}
-        name = f"dim {dim}, {dtype}, {rounding}"
-        self._table = kv.table(name, dim, init=mpips.uniform(0.05), learning_rate=0.01, **kind)
-        self.dtype = self._table.dtype
+    def __init__(self, kv: mpips.KVStore, rows: int, dim: int) -> None:
+        self._table = kv.table(f"dim {dim}", dim, init=mpips.uniform(0.05), optimizer="adagrad", learning_rate=0.01)
         # Push zeros to every id, which makes its row.
         for start in range(0, rows, MADE_AT_ONCE):
             ids = np.arange(start, min(rows, start + MADE_AT_ONCE))[kv.rank :: kv.num_workers]
-            self._table.push(ids, np.zeros((len(ids), dim), self.dtype))
-        stats = self._table.stats()
-        # bytes of a row with its state and its part of the index
-        self.row_bytes = stats["bytes"] / stats["rows"]
+            self._table.push(ids, np.zeros((len(ids), dim), np.float32))
 
     def sample(self, batches: Ids, calls: int, gradients: Any, out: Any, comm: MPI.Comm) -> Sample:
         """Return the seconds of `calls` pulls, pushes and steps. Collective."""
