@@ -563,11 +563,12 @@ class Table(NotCopyable):
         found = distinct(ids)
         sums = np.empty((len(found.ids), self.dim), self.dtype)
         halves.sum_into(sums, gradients, found.places)
-        if not (fine := np.isfinite(sums).all(axis=1)).all():
+        fine = np.isfinite(sums)
+        if not fine.all():
             raise of_caller(
                 FloatingPointError(
-                    f"{call} sums the gradients of id {found.ids[np.argmin(fine)]} to infinity in {self.dtype.name}"
-                    f"{step_of_push()}: scale the loss down, or give the table dtype='float32'"
+                    f"{call} sums the gradients of id {found.ids[np.argmin(fine.all(axis=1))]} to infinity in "
+                    f"{self.dtype.name}{step_of_push()}: scale the loss down, or give the table dtype='float32'"
                 )
             )
 
