@@ -37,9 +37,9 @@ class Result(NamedTuple):
         return not (self.wrong or self.report.hung or self.report.left)
 
 
-def run(case: Case, plan: FaultPlan, spares: int, limit: float = LIMIT, table: str = "") -> Result:
-    """Run the program of a case under a plan. `table`: one of `tables` that it trains."""
-    if table:
+def run(case: Case, plan: FaultPlan, spares: int, limit: float = LIMIT, names: str = "") -> Result:
+    """Run the program of a case under a plan. `names`: of the tables that it trains, if any."""
+    if names:
         # Servers share a table's limit, so their number decides which rows it drops: let none be missing.
         spares = max(spares, len(plan.faults))
     with tempfile.TemporaryDirectory(prefix="chaos-job-") as name:
@@ -59,15 +59,15 @@ def run(case: Case, plan: FaultPlan, spares: int, limit: float = LIMIT, table: s
             MODULE,
             case.kind,
             str(file),
-            *filter(None, [table]),
+            *filter(None, [names]),
         ]
         with open(Path(name, "said"), "w+b") as said:
             done = chaos.watch(argv, plan, limit, said)
             said.seek(0)
             text = said.read().replace(b"\0", b"").decode(errors="replace")  # Open MPI prints NULs
         wrong = f"ended with {done.code}" if done.code and not done.hung else ""
-        if not wrong and not done.hung and table:
-            wrong = wrong_curve(done, partial(tables.curve, table, case.servers), tables.STEPS)
+        if not wrong and not done.hung and names:
+            wrong = wrong_curve(done, partial(tables.curve, names, case.servers), tables.STEPS)
         elif not wrong and not done.hung:
             wrong = _wrong_counts(done, file) if case.asynchronous else wrong_curve(done)
         return Result(plan, chaos.judge(done), wrong, text)

@@ -1,7 +1,7 @@
 """The table of survival: so many faults, drawn from a seed, in jobs of 4 workers, 2 servers and a spare.
 
     python -m tests.mpi.chaos.table [--faults 1000] [--seed 1] [--cases NAME,...] [--spares 1] [--keep FOLDER]
-    python -m tests.mpi.chaos.table --cases table-half,table-count,table-score,table-clock,table-adam
+    python -m tests.mpi.chaos.table --cases tables,table-half,table-count,table-score,table-clock,table-adam
     python -m tests.mpi.chaos.table --replay FILE --cases NAME
 
 Each job runs the program of its case under a plan of one to three faults. Wanted: exit code 0, no hang, nothing left,
