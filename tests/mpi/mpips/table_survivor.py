@@ -103,6 +103,11 @@ class Expected:
 
     def go_on(self, workers: int) -> None:
         """Make a step."""
+        self.make_calls()
+        self.make_rounds(workers)
+
+    def make_calls(self) -> None:
+        """Make the calls that come before the rounds of a step."""
         for name, table in self.tables.items():
             call = call_before(self._job, name, self.step)
             if call == "save":
@@ -111,6 +116,9 @@ class Expected:
                 table.load(self._saved[name])
             elif call == "update_optimizer":
                 table.numbers |= changed(name, self.step)
+
+    def make_rounds(self, workers: int) -> None:
+        for name, table in self.tables.items():
             batches = [batch(name, self.step, rank) for rank in range(workers)]
             now, kind = clock_of(0, self.step), kind_of(name, self.step)
             if kind == "remove":
