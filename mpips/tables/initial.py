@@ -131,10 +131,10 @@ def register_init(function: F) -> F:
     Put it above the function, before `mpips.create`: servers and spares run the script up to that call, and so learn
     the function by its name. Nothing but the name is sent. Then pass the function to `kv.table` as `init`.
 
-    The function takes int64 ids (k,), which may repeat, and returns an array (k, dim) of numbers. Servers call it for
-    rows that they make, and servers and workers for pulled ids that have no row. So it must accept every id that the
-    program uses, and each row must depend on its id alone, bit by bit: not on the other ids of the call, the process or
-    the time. (A matrix product does not promise that, because BLAS may add in another order for more rows.)
+    The function takes int64 ids (k,), which may repeat, and returns an array (k, dim) of finite numbers. Servers call
+    it for rows that they make, and servers and workers for pulled ids that have no row. So it must accept every id that
+    the program uses, and each row must depend on its id alone, bit by bit: not on the other ids of the call, the
+    process or the time. (A matrix product does not promise that, because BLAS may add in another order for more rows.)
     `kv.table` calls it once with the id 0 as a test.
 
     Raises:
@@ -212,26 +212,34 @@ class FirstValues:
         if not len(ids):
             return
         if self._function is not None:
-            rows[at] = self._call(self._function, ids.copy(), rows.dtype)
+            rows[at] = self._call(self._function, ids, rows.dtype)
         elif not LOOPS[self._init.rule](rows.reshape(-1), ids, at, self._key, self._numbers, self._card.dim):
             for piece, values in first_rows(self._card.key, self._init, ids, self._card.dim, rows.dtype):
                 rows[at[piece]] = values
 
     def _call(self, function: Callable[[Ids], Any], ids: Ids, dtype: np.dtype) -> Array:
         what = f"table {self._card.table!r}: the function {self._init.rule!r} of init"
-        wanted = len(ids), self._card.dim
+        wanted, some = (len(ids), self._card.dim), f"{len(ids)} ids, the first {ids[0]}"
         try:
-            values = np.asarray(function(ids))
+            # The function gets a copy, because errors name ids.
+            values = np.asarray(function(ids.copy()))
         except Exception as error:
-            first = f"{len(ids)} ids, the first {ids[0]}"
-            raise ValueError(f"{what} failed for {first}: {type(error).__name__}: {error}") from error
+            raise ValueError(f"{what} failed for {some}: {type(error).__name__}: {error}") from error
         # The check is for the dtype in which rows are updated, because NumPy would let complex numbers become bfloat16.
         if values.shape != wanted or not np.can_cast(values.dtype, working_dtype(dtype), "same_kind"):
             raise ValueError(
-                f"{what} returned {values.dtype.name} of shape {values.shape}, and {wanted[0]} ids need {dtype.name} "
-                f"of shape {wanted}: return a row for each id"
+                f"{what} returned {values.dtype.name} of shape {values.shape} for {some}, which need {dtype.name} of "
+                f"shape {wanted}: return a row for each id"
             )
-        return values
+        with np.errstate(all="ignore"):
+            rows: Array = values.astype(dtype)
+        if not (fine := np.isfinite(rows)).all():
+            row, column = np.argwhere(~fine)[0]
+            raise ValueError(
+                f"{what} returned {values[row, column]} for id {ids[row]}, which is {rows[row, column]} in "
+                f"{dtype.name}: return finite numbers"
+            )
+        return rows
 
 
 def first_rows(key: int, init: Init, ids: Ids, dim: int, dtype: np.dtype) -> Iterator[tuple[slice, Array]]:

@@ -107,9 +107,13 @@ class Places:
         """Return the position of each id's row, or -1 for an id without a row."""
         return self._index.find(ids)
 
+    def top_with(self, count: int) -> int:
+        """Return what `top` will be after `count` more rows. Positions of dropped rows are used first."""
+        return self.top + max(0, count - self._free_count)
+
     def has_room(self, count: int) -> bool:
         """True if the machine has memory for `count` more rows."""
-        top = self.top + max(0, count - self._free_count)
+        top = self.top_with(count)
         if top <= self._sure:
             return True
         sure = max(top, self._sure + SEEN_BYTES // self._row_bytes)

@@ -107,6 +107,7 @@ class ServerTable:
         survives: True to keep the previous round for a recovery.
         rank: The rank of this server.
         mirror: Sends rounds to this server's mirror. None without a mirror.
+        checks_finite: True to raise an error if an update makes a row of 16 bits infinite.
     """
 
     noun, number = "table", 0
@@ -122,8 +123,10 @@ class ServerTable:
         survives: bool,
         rank: int,
         mirror: RowMirror | None,
+        checks_finite: bool,
     ) -> None:
         self._rank = rank
+        self._checks_finite = checks_finite
         self._mirror = mirror
         self.card = card
         self._staleness = staleness
@@ -254,7 +257,7 @@ class ServerTable:
         self._met = list(self._done)
 
     def _new_rows(self) -> TableRows:
-        return TableRows(self.card, self._limit, self._file, self._survives, len(self._done))
+        return TableRows(self.card, self._limit, self._file, self._survives, len(self._done), self._checks_finite)
 
     @property
     def array_names(self) -> list[str]:

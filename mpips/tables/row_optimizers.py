@@ -367,6 +367,11 @@ def changed(name: str, options: bytes, numbers: dict[str, Any]) -> bytes:
 
     Raises ValueError if the optimizer's state depends on a number that would change.
     """
+    have = [field.name for field in dataclasses.fields(ROW_OPTIMIZERS[name])]
+    if unknown := sorted(set(numbers) - {*have}):
+        of_table = [word for word in unknown if word in TableOptions._fields]
+        why = f"; {', '.join(of_table)} of a table cannot change" if of_table else ""
+        raise TypeError(f"optimizer {name!r} has no argument {', '.join(unknown)}: it takes {', '.join(have)}{why}")
     other = encode(create(name, decode_numbers(options) | numbers))[1]
     if fixed(name, options) != fixed(name, other):
         raise ValueError(

@@ -70,6 +70,7 @@ class TableRows:
         survives: True to keep copies of the rows that a round changes, so that the previous round can be restored
             after a death (see `journal`).
         workers: Number of workers whose pushes the journal counts.
+        checks_finite: True to raise FloatingPointError if an update makes a row of float16 or bfloat16 infinite or NaN.
     """
 
     def __init__(
@@ -79,7 +80,9 @@ class TableRows:
         file: SparseFile | None = None,
         survives: bool = False,
         workers: int = 0,
+        checks_finite: bool = False,
     ) -> None:
+        self._checks_finite = checks_finite
         self.first_values = FirstValues(card)
         self._rounding = halves.Rounding(card.key, card.stochastic) if halves.is_half(np.dtype(card.dtype)) else None
         self.optimizer = row_optimizers.decode(card.optimizer, card.numbers)
@@ -238,6 +241,13 @@ class TableRows:
             if not self.optimizer.update_at(here, values, gradients[block], state, some, step):
                 self.optimizer.update(values, gradients[block], state, some, step)
             rounding.put(self._values, places, values, ids[block], step)
+            if self._checks_finite and not (fine := np.isfinite(self._values[places])).all():
+                row, column = np.argwhere(~fine)[0]
+                raise FloatingPointError(
+                    f"a value of the row of id {ids[block][row]} is {self._values[places[row], column]} in "
+                    f"{self._values.dtype.name}, and {values[row, column]:.6g} in float32: look at the learning rate "
+                    "and the gradients, or give the table dtype='float32'"
+                )
             for array, rows in zip(self._state, state):
                 halves.put(array, places, rows)
 
@@ -330,10 +340,10 @@ class TableRows:
 
     def _add(self, ids: Ids) -> Positions:
         """Make rows for these ids, and return their positions."""
-        top = self.positions.top
+        before, after = self.positions.top, self.positions.top_with(len(ids))
         for array in self._arrays.values():
             row_bytes = array[:1].nbytes
-            arena.use_huge_pages(array, top * row_bytes, (top + len(ids)) * row_bytes)
+            arena.use_huge_pages(array, before * row_bytes, after * row_bytes)
         positions, again = self.positions.add(ids)
         # A position that had another row before still has that row's state.
         for kept in (*self._state, self._counts, self._scores):

@@ -54,6 +54,7 @@ class ServerTables:
             after this server has died.
         mirror: Sends rows to this server's mirror. None without a mirror.
         late: Watches long waits.
+        checks_finite: True to raise an error if an update makes a row of 16 bits infinite.
     """
 
     name = "tables"
@@ -69,8 +70,10 @@ class ServerTables:
         survives: bool = False,
         mirror: RowMirror | None = None,
         late: Late | None = None,
+        checks_finite: bool = False,
     ) -> None:
         self._mirror = mirror
+        self._checks_finite = checks_finite
         self._rank = workers + server
         self._late = late or Late()
         # table -> answers that wait until the mirror has the rows
@@ -99,7 +102,8 @@ class ServerTables:
     def of(cls, server: Surroundings) -> ServerTables:
         """Make the service of a server, without tables."""
         place = server.staleness, server.server, server.servers
-        made = cls(server.workers, *place, server.file, server.survives, server.mirror, server.late)
+        rest = server.mirror, server.late, server.checks_finite
+        made = cls(server.workers, *place, server.file, server.survives, *rest)
         made.lane = server.lane
         return made
 
@@ -297,7 +301,16 @@ class ServerTables:
         limit = (card.limit + self._servers - 1 - self._server) // self._servers
         counts = self._tables[card.table_of_counts] if card.seen else None
         made = ServerTable(
-            card, self._workers, self._staleness, limit, counts, self._file, self._survives, self._rank, self._mirror
+            card,
+            self._workers,
+            self._staleness,
+            limit,
+            counts,
+            self._file,
+            self._survives,
+            self._rank,
+            self._mirror,
+            self._checks_finite,
         )
         made.lane, self._tables[card.table] = self.lane, made
         return made

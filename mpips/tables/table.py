@@ -20,14 +20,14 @@ from mpips.collectives.errors import NotCopyable, of_caller
 from mpips.collectives.fabric.tasks import Task
 from mpips.collectives.recorder import own as recorder
 from mpips.store.keys.key import Array
-from mpips.store.keys.row_sums import Ids
+from mpips.store.keys.row_sums import Ids, distinct
 from mpips.store.runtime import rendezvous
 from mpips.store.runtime.engine import Handle
 from mpips.store.worker.operations import CALLER_ERRORS, Begun, recorded, step_of_push
 from mpips.store.worker.route import Route
 from mpips.store.worker.store import WorkerStore
 from mpips.tables import files as table_files
-from mpips.tables import messages, row_optimizers
+from mpips.tables import halves, messages, row_optimizers
 from mpips.tables.client import KnownTable, RemoteTables, RowsPush
 from mpips.tables.eviction import SCORE
 
@@ -260,6 +260,11 @@ class Table(NotCopyable):
         """True if an update waits for a push by every worker."""
         return not self._store.layout.asynchronous
 
+    @property
+    def needs_scores(self) -> bool:
+        """True if each push has to give scores, because the table evicts by score."""
+        return self._known.card.evict_by == SCORE
+
     def is_any(self, what: str, own: bool) -> bool:
         """Return True if `own` is true on any worker of a synchronous store. Collective over the workers, blocking.
 
@@ -464,45 +469,53 @@ class Table(NotCopyable):
         with CALLER_ERRORS:
             flat_ids, shape = self._ids_of(what, ids)
             array = self._array_of(what, "values" if what == "set" else "gradients", rows, shape)
-            flat_scores = self._scores_of(what, scores, shape)
+            flat_scores = self._scores_of(what, scores, flat_ids, shape)
         flat = array.reshape(-1, self.dim)
         if self._store.operations.checks_finite:
             with self._store.operations.guard(f"{what} of table {self.name!r}"):
                 self._check_finite(what, flat_ids, flat)
         return self, RowsPush(self._known, flat_ids, flat, flat_scores, what == "set")
 
-    def _scores_of(self, what: str, scores: object, shape: tuple[int, ...]) -> Array | None:
+    def _scores_of(self, what: str, scores: object, ids: Ids, shape: tuple[int, ...]) -> Array | None:
         """Check the scores of ids of this shape. Return them with shape (k,), or None if the table needs none."""
         call = f"{what} of table {self.name!r}"
-        if (scores is not None) != (self._known.card.evict_by == SCORE):
+        if (scores is not None) != self.needs_scores:
             if scores is None:
                 raise ValueError(f"{call}: evict_by='score' needs a score for each id: pass scores=")
             raise ValueError(f"{call}: the table keeps no scores: make it with evict_by='score', or pass no scores")
         if scores is None:
             return None
-        array = arrays.host(scores, f"{call}: scores")  # type: ignore[arg-type]
-        if array.dtype != np.float64 or array.shape != shape:
+        array = self._numbers_of(what, "scores", scores, np.float64)
+        if array.shape != shape:
             raise ValueError(
-                f"{call}: scores have dtype {array.dtype} and shape {array.shape}, and ids of shape {shape} need "
-                f"float64 of shape {shape}: convert them"
+                f"{call}: scores have shape {array.shape}, and ids of shape {shape} need {shape}: give one for each id"
             )
-        if np.isnan(array).any():
-            raise ValueError(f"{call}: scores hold NaN, which has no place in an order: give numbers")
-        return np.ascontiguousarray(array).reshape(-1)
+        flat = np.ascontiguousarray(array).reshape(-1)
+        if (wrong := np.isnan(flat)).any():
+            raise ValueError(
+                f"{call}: scores hold {np.count_nonzero(wrong)} NaN among {flat.size}, the first of id "
+                f"{ids[np.argmax(wrong)]}, and NaN has no place in an order: give numbers"
+            )
+        return flat
+
+    def _numbers_of(self, what: str, argument: str, given: object, dtype: type[np.generic]) -> NDArray[Any]:
+        """Check that `given`, which has a number for each id, is an array of this dtype."""
+        name, wanted = f"{what} of table {self.name!r}: {argument}", dtype.__name__
+        if isinstance(given, (list, tuple, int, float, np.number)):
+            raise TypeError(f"{name} are of type {type(given).__name__}: pass numpy.array({argument}, numpy.{wanted})")
+        array = arrays.host(given, name)  # type: ignore[arg-type]
+        if array.dtype != dtype:
+            way = f"to(torch.{wanted})" if arrays.is_torch(given) else f"astype(numpy.{wanted})"
+            raise TypeError(f"{name} have dtype {array.dtype}, and need {wanted}: pass {argument}.{way}")
+        return array
 
     def _ids_of(self, what: str, ids: object) -> tuple[Ids, tuple[int, ...]]:
         """Check ids. Return them as a 1-D array, and their original shape."""
-        name = f"{what} of table {self.name!r}: ids"
-        if isinstance(ids, (list, tuple, int, np.integer)):
-            raise TypeError(f"{name} are of type {type(ids).__name__}: pass numpy.array(ids, numpy.int64)")
-        array = arrays.host(ids, name)  # type: ignore[arg-type]
-        if array.dtype != np.int64:
-            way = "ids.long()" if arrays.is_torch(ids) else "ids.astype(numpy.int64)"
-            raise TypeError(f"{name} have dtype {array.dtype}, and need int64: pass {way}")
+        array = self._numbers_of(what, "ids", ids, np.int64)
         if array.size * self.dim * self.dtype.itemsize > MOST_BYTES:
             raise ValueError(
-                f"{name} are {array.size}, whose rows of {self.dim} {self.dtype.name} are more than {MOST_BYTES} "
-                "bytes: give fewer at a time"
+                f"{what} of table {self.name!r}: ids are {array.size}, whose rows of {self.dim} {self.dtype.name} are "
+                f"more than {MOST_BYTES} bytes: give fewer at a time"
             )
         return np.ascontiguousarray(array).reshape(-1), array.shape
 
@@ -529,23 +542,35 @@ class Table(NotCopyable):
         return out, array.reshape(-1, self.dim)
 
     def _check_finite(self, what: str, ids: Ids, gradients: Array) -> None:
-        """Raise FloatingPointError if a push holds NaN or infinity.
+        """Raise FloatingPointError if a push holds NaN or infinity, or if the sum of an id's gradients is infinite.
 
-        The message names the rank, the table, the push and the first id with a bad gradient.
+        Sums are checked for rows of 16 bits, to which they are rounded before they are sent. The message names the
+        rank, the table, the push and the first id with a bad gradient.
         """
+        call = f"{what} of table {self.name!r}: push {self._known.round + 1} of rank {self._store.layout.rank}"
         fine = np.isfinite(gradients)
-        if fine.all():
-            return
-        wrong, nans = int(np.count_nonzero(~fine)), int(np.count_nonzero(np.isnan(gradients)))
-        row = int(np.argmin(fine.all(axis=1)))
-        raise of_caller(
-            FloatingPointError(
-                f"{what} of table {self.name!r}: push {self._known.round + 1} of rank {self._store.layout.rank} "
-                f"holds {nans} NaN and {wrong - nans} infinities among {gradients.size} elements, the first of id "
-                f"{ids[row]}"
-                f"{step_of_push()}: look at the loss, the learning rate and the data of that step on that rank"
+        if not fine.all():
+            wrong, nans = int(np.count_nonzero(~fine)), int(np.count_nonzero(np.isnan(gradients)))
+            raise of_caller(
+                FloatingPointError(
+                    f"{call} holds {nans} NaN and {wrong - nans} infinities among {gradients.size} elements, the first "
+                    f"of id {ids[np.argmin(fine.all(axis=1))]}{step_of_push()}: look at the loss, the learning rate "
+                    "and the data of that step on that rank"
+                )
             )
-        )
+        if what == "set" or not halves.is_half(self.dtype):
+            return
+        found = distinct(ids)
+        sums = np.empty((len(found.ids), self.dim), self.dtype)
+        halves.sum_into(sums, gradients, found.places)
+        fine = np.isfinite(sums)
+        if not fine.all():
+            raise of_caller(
+                FloatingPointError(
+                    f"{call} sums the gradients of id {found.ids[np.argmin(fine.all(axis=1))]} to infinity in "
+                    f"{self.dtype.name}{step_of_push()}: scale the loss down, or give the table dtype='float32'"
+                )
+            )
 
 
 def push_together(pushes: Sequence[tuple[Table, object, object]]) -> None:

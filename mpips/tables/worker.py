@@ -70,17 +70,24 @@ class WorkerTables:
         return SavedTables(frozen, [record_of(table, frozen) for table in self.client.known.values()])
 
     def check_records(self, path: str, records: Sequence[TableRecord]) -> None:
-        """Raise ValueError if a checkpoint lacks a table of the store, or if a table does not fit."""
+        """Raise ValueError if a checkpoint lacks a table of the store, or if a table does not fit.
+
+        A checkpoint that was saved without `admit=seen(...)` has no counts. Then `load` lets the table count from 0.
+        """
         by_name = {record.name: record for record in records}
         for record in records:
             # This raises if the program has not registered the function of a table's first values.
             FirstValues(record.card)
+        counts = {table.card.table_of_counts for table in self.client.known.values()}
         for table in self.client.known.values():
             if table.name not in by_name:
+                if table.name in counts:
+                    continue
                 raise ValueError(f"{path} has no table {table.name!r}, which the store has: save it too, by kv.save")
             check_fit("load", path, by_name[table.name], table)
 
     def load(self, reader: Reader | None, records: Sequence[TableRecord]) -> Task[list[str]]:
+        records = self._with_own_counts(records)
         new = [record for record in records if record.name not in self.client.known]
         for record in new:
             yield from self.client.make(record.card)
@@ -100,6 +107,27 @@ class WorkerTables:
 
         yield from self.client.at_rank_0(rows, "load")
         return [record.name for record in new]
+
+    def _with_own_counts(self, records: Sequence[TableRecord]) -> list[TableRecord]:
+        """Return a file's records with a record of counts for those tables, and only those, that count here.
+
+        A table that was saved without counts gets a record without rows. Counts come before their table, because
+        servers make them in this order.
+        """
+        in_file = {record.name: record for record in records}
+        counts_in_file = {record.card.table_of_counts for record in records}
+        found = []
+        for record in records:
+            if record.name in counts_in_file:
+                continue
+            known = self.client.known.get(record.name)
+            counts = (record if known is None else known).card.table_of_counts
+            if counts in in_file:
+                found.append(in_file[counts])
+            elif known is not None and counts:
+                found.append(TableRecord(self.client.known[counts].card, 0, record.updates, record.time))
+            found.append(record)
+        return found
 
 
 @dataclass

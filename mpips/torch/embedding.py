@@ -90,6 +90,9 @@ class TableModule(nn.Module):
         next `TableOptimizer.step`, because rows that are read earlier would lack that step. A forward pass with other
         ids pulls its own rows.
 
+        So in an asynchronous store the forward pass may compute with rows that lack what any worker has pushed, set or
+        removed since this call. After a load or a recovery it pulls the rows anew.
+
         Args:
             ids: int64 ids of any shape, on the host.
         """
@@ -339,7 +342,8 @@ class TableOptimizer:
             same on all workers.
 
     Raises:
-        TypeError, ValueError: `model` is not a module, or holds no `Embedding` or `EmbeddingBag`.
+        TypeError, ValueError: `model` is not a module, holds no `Embedding` or `EmbeddingBag`, or holds one of a table
+            with `evict_by="score"`.
 
     Example:
         >>> items = mpips.torch.Embedding(kv.table("items", dim=2, init=mpips.uniform(0), learning_rate=1.0))
@@ -360,6 +364,12 @@ class TableOptimizer:
         if not self._modules:
             sentence = "TableOptimizer: the model has no mpips.torch.Embedding or EmbeddingBag: put one into it"
             raise of_caller(ValueError(sentence))
+        if scored := next((module.table.name for module in self._modules if module.table.needs_scores), None):
+            sentence = (
+                f"TableOptimizer: table {scored!r} has evict_by='score', and a step has no scores to push: take "
+                "evict_by='count' or 'age', or push its gradients by table.push(ids, gradients, scores)"
+            )
+            raise of_caller(ValueError(sentence))
         self._of_table: dict[Table, list[TableModule]] = {}
         for module in self._modules:
             module.is_trained = True
@@ -373,6 +383,11 @@ class TableOptimizer:
 
         Args:
             grad_scaler: Passed by `GradScaler.step`.
+
+        Raises:
+            ValueError: With `grad_scaler`, on all workers, if a table is float16, or in an asynchronous store with
+                several workers.
+            StoreError, MemoryError: As in `Table.push`.
         """
         if grad_scaler is not None and self._overflows(grad_scaler):
             self.zero_grad()
@@ -390,7 +405,15 @@ class TableOptimizer:
 
     def _overflows(self, scaler: GradScaler) -> bool:
         """Unscale the gradients. Return True if a gradient of any worker overflowed, and set this scaler's flag."""
-        flag, what = find_overflow(scaler, self), "TableOptimizer.step with a GradScaler"
+        what = "TableOptimizer.step with a GradScaler"
+        # PyTorch refuses to unscale float16, but only on workers that have a gradient. The others would wait for them.
+        if half := next((table.name for table in self._of_table if table.dtype == np.float16), None):
+            sentence = (
+                f"{what}: table {half!r} is float16, and so are its gradients, which GradScaler does not unscale: give "
+                "the table dtype='float32', or 'bfloat16', which needs no scaler"
+            )
+            raise of_caller(ValueError(sentence))
+        flag = find_overflow(scaler, self)
         # The tables may belong to several stores, so ask the workers of each store.
         words = [tables[0].is_any(what, bool(flag)) for tables in by_store(self._of_table)]
         flag.fill_(float(any(words)))

@@ -180,6 +180,7 @@ class Server(Member[None]):
                     mirrors.get(kind.name),
                     late,
                     layout.lane,
+                    options.check_finite,
                 )
             )
         name = f"server rank {layout.rank}"

@@ -59,6 +59,8 @@ class Surroundings(NamedTuple):
     late: Late
     # the number that stands for the store in timing records
     lane: int
+    # True to end the generation if an update makes NaN or infinity (the option `check_finite`)
+    checks_finite: bool
 
 
 class Service(Protocol):

@@ -1,9 +1,10 @@
 """A training program that may lose any of its processes: one rank of it.
 
-    mpips run ... -m tests.mpi.chaos.program KIND FILE
+    mpips run ... -m tests.mpi.chaos.program KIND FILE [TABLES]
 
 Synchronous kinds train `model` and note all weights before each step. Asynchronous ones count: each push adds 1 to
-elements of its own, and is noted when it begins and once it is acknowledged. FILE is where checkpoints go.
+elements of its own, and is noted when it begins and once it is acknowledged. With names of tables, they train
+those, as `tables` says. FILE is where checkpoints go.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 
 import mpips
-from tests.mpi.chaos import counts, model
+from tests.mpi.chaos import counts, model, tables
 
 Values = dict[str, np.ndarray]
 
@@ -132,6 +133,9 @@ def count(kv: mpips.KVStore, totals: Values, number: int, seen: int) -> None:
 
 
 if __name__ == "__main__":
-    kind, checkpoint = sys.argv[1:]
+    kind, checkpoint, *names = sys.argv[1:]
     store = mpips.create(kind, **model.OPTIONS)
-    (asynchronous if kind.endswith("_async") else synchronous)(store, checkpoint)
+    if names:
+        tables.train(store, names[0], checkpoint)
+    else:
+        (asynchronous if kind.endswith("_async") else synchronous)(store, checkpoint)

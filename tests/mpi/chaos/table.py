@@ -1,6 +1,7 @@
 """The table of survival: so many faults, drawn from a seed, in jobs of 4 workers, 2 servers and a spare.
 
     python -m tests.mpi.chaos.table [--faults 1000] [--seed 1] [--cases NAME,...] [--spares 1] [--keep FOLDER]
+    python -m tests.mpi.chaos.table --cases tables,table-half,table-count,table-score,table-clock,table-adam
     python -m tests.mpi.chaos.table --replay FILE --cases NAME
 
 Each job runs the program of its case under a plan of one to three faults. Wanted: exit code 0, no hang, nothing left,
@@ -19,10 +20,11 @@ from pathlib import Path
 
 from mpips import chaos
 from mpips.chaos import Point
+from tests.mpi.chaos import tables
 from tests.mpi.chaos.cases import CALLS, CASES, SPARES, draw
 from tests.mpi.chaos.job import LIMIT, Result, run
 
-COLUMNS = ("jobs", "faults", "failed", "wrong bits", "hangs", "leftovers")
+COLUMNS = ("jobs", "faults", "worker kills", "server kills", "failed", "wrong bits", "hangs", "leftovers")
 
 
 class Table:
@@ -53,6 +55,7 @@ class Table:
             leftovers=bool(report.left),
             bad=not result.good,
             **{"wrong bits": bool(result.wrong) and not failed},
+            **Counter(f"{fault.role} kills" for fault in made if fault.kind == "kill"),
         )
         for fault in made if result.good else ():
             at = result.plan.faults[fault.fault].at
@@ -74,9 +77,9 @@ class Table:
             file.with_suffix(".txt").write_text(f"{what}\n{result.report}\n{result.said}")
 
     def show(self) -> None:
-        print(f"\n{'':16}" + "".join(f"{column:>12}" for column in COLUMNS))
+        print(f"\n{'':14}" + "".join(f"{column:>14}" for column in COLUMNS))
         for name, count in self.counts.items():
-            print(f"{name:16}" + "".join(f"{count[column]:>12}" for column in COLUMNS))
+            print(f"{name:14}" + "".join(f"{count[column]:>14}" for column in COLUMNS))
         print(f"\n{'seconds to go on':24}{'faults':>8}{'p50':>8}{'p99':>8}{'most':>8}  in the job")
         for row, found in sorted(self.seconds.items()):
             found.sort()
@@ -89,7 +92,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="The table of survival.")
     parser.add_argument("--faults", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument(
+        "--cases", default=",".join(CASES), help=f"these, or cases of tables: {', '.join(tables.CASES)}"
+    )
     parser.add_argument("--spares", type=int, default=SPARES, help="-1: none, and a death ends the job")
     parser.add_argument("--calls", default=",".join(CALLS), help="in which faults happen, or after them")
     parser.add_argument("--seconds", type=float, default=math.inf, help="after which no more jobs are started")
@@ -98,15 +103,17 @@ def main() -> int:
     parser.add_argument("--replay", help="the plan of one job, of the first of the cases")
     asked = parser.parse_args()
     names, table = asked.cases.split(","), Table(asked.keep)
+    cases = CASES | dict.fromkeys(tables.CASES, CASES["dist_sync"])
     if asked.replay:
-        result = run(CASES[names[0]], chaos.load(asked.replay), asked.spares, asked.limit)
+        plan = chaos.load(asked.replay)
+        result = run(cases[names[0]], plan, asked.spares, asked.limit, tables.CASES.get(names[0], ""))
         print(result.said, result.report, sep="\n")
         table.add(names[0], result)
     job, began = 0, time.monotonic()
     while not asked.replay and table.faults < asked.faults and time.monotonic() < began + asked.seconds:
         name = names[job % len(names)]
-        plan = draw(asked.seed * 100_000 + job, CASES[name], asked.spares, asked.calls.split(","))
-        table.add(name, run(CASES[name], plan, asked.spares, asked.limit))
+        plan = draw(asked.seed * 100_000 + job, cases[name], asked.spares, asked.calls.split(","))
+        table.add(name, run(cases[name], plan, asked.spares, asked.limit, tables.CASES.get(name, "")))
         job += 1
         if job % 20 == 0:
             print(f"{job} jobs, {table.faults} faults, {table.bad} bad, {time.monotonic() - began:.0f} s", flush=True)

@@ -15,7 +15,7 @@ from mpips.chaos import Fault, FaultPlan, Point, ProgramNote, WatchedRun, Whom, 
 from mpips.store.world import implementation
 from tests.child import LAUNCHER_VARIABLES
 from tests.choice import first
-from tests.mpi.chaos import counts, model
+from tests.mpi.chaos import counts, model, tables
 from tests.mpi.chaos.cases import CASES, SPARES, WORKERS, draw
 from tests.mpi.chaos.job import run, wrong_curve
 from tests.mpi.sizes import JOB_LIMIT
@@ -56,6 +56,15 @@ def test_a_death_that_ends_the_job_is_no_hang(name: str) -> None:
 def test_a_job_survives(name: str, seed: int) -> None:
     plan = draw(seed, CASES[name], SPARES, ["push", "pull", "pushpull", "save"])
     result = run(CASES[name], plan, SPARES, JOB_LIMIT)
+    assert result.good, f"{result.wrong}\n{result.report}\n{result.said}"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(OTHER, reason="deaths are survived under Open MPI alone")
+@first(1, seed=range(4), name=["tables", *(name for name in tables.CASES if name != "tables")])
+def test_a_job_with_tables_survives(name: str, seed: int) -> None:
+    plan = draw(seed, CASES["dist_sync"], SPARES, ["push", "pull", "pushpull", "save"])
+    result = run(CASES["dist_sync"], plan, SPARES, JOB_LIMIT, tables.CASES[name])
     assert result.good, f"{result.wrong}\n{result.report}\n{result.said}"
 
 

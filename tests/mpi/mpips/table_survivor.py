@@ -91,18 +91,23 @@ def changed(name: str, step: int) -> dict[str, float]:
 
 
 class Expected:
-    """The tables of a job after some steps."""
+    """Some tables of a job after some steps."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, names: Iterable[str]) -> None:
         self._job, self.step = job, 0
         self.tables = {
-            name: ReferenceTable(name, DIM, servers=job.servers, **{"dtype": "float32", **more})
-            for name, more in tables_of(job).items()
+            name: ReferenceTable(name, DIM, servers=job.servers, **{"dtype": "float32", **(TABLES | LIMITED)[name]})
+            for name in names
         }
         self._saved: dict[str, Any] = {}
 
     def go_on(self, workers: int) -> None:
         """Make a step."""
+        self.make_calls()
+        self.make_rounds(workers)
+
+    def make_calls(self) -> None:
+        """Make the calls that come before the rounds of a step."""
         for name, table in self.tables.items():
             call = call_before(self._job, name, self.step)
             if call == "save":
@@ -111,6 +116,9 @@ class Expected:
                 table.load(self._saved[name])
             elif call == "update_optimizer":
                 table.numbers |= changed(name, self.step)
+
+    def make_rounds(self, workers: int) -> None:
+        for name, table in self.tables.items():
             batches = [batch(name, self.step, rank) for rank in range(workers)]
             now, kind = clock_of(0, self.step), kind_of(name, self.step)
             if kind == "remove":
@@ -132,14 +140,30 @@ def make_call(folder: Path, job: Job, step: int, table: mpips.Table) -> None:
         table.load(path)
 
 
+def make_round(table: mpips.Table, step: int, rank: int) -> np.ndarray | None:
+    """Push, set or remove, as the step says. What a pushpull returns, if it is one."""
+    ids, rows, *scores = batch(table.name, step, rank)
+    kind = kind_of(table.name, step)
+    if kind == "set":
+        table.set(ids, rows, *scores)
+    elif kind == "remove":
+        table.remove(ids)
+    elif step % 3:
+        table.push(ids, rows, *scores)
+    else:
+        found: np.ndarray = table.pushpull(ids, rows, None, *scores)
+        return found
+    return None
+
+
 def train(kv: mpips.KVStore, job: Job, folder: Path) -> tuple[dict[str, np.ndarray], list[list[int]]]:
     """The loop of a program that survives; what it ends with, and from which step on with how many workers."""
     step, trace, w = kv.resumed, [], np.zeros(3)
     made: dict[str, Any] = {}
-    model, size = Expected(job), kv.num_workers
+    model, size = Expected(job, tables_of(job)), kv.num_workers
     while True:
         try:
-            model = model if model.step == step else Expected(job)
+            model = model if model.step == step else Expected(job, tables_of(job))
             while model.step < step:
                 model.go_on(size)
             for name, more in tables_of(job).items():
@@ -156,16 +180,9 @@ def train(kv: mpips.KVStore, job: Job, folder: Path) -> tuple[dict[str, np.ndarr
                 eviction.now = partial(clock_of, kv.rank, step)  # type: ignore[assignment]
                 for name, table in made.items():
                     make_call(folder, job, step, table)
-                    ids, rows, *scores = batch(name, step, kv.rank)
-                    kind, same = kind_of(name, step), job.spares >= len(job.kills)
-                    if kind == "set":
-                        table.set(ids, rows, *scores)
-                    elif kind == "remove":
-                        table.remove(ids)
-                    elif step % 3:
-                        table.push(ids, rows, *scores)
-                    else:
-                        found = table.pushpull(ids, rows, None, *scores)
+                    found, same = make_round(table, step, kv.rank), job.spares >= len(job.kills)
+                    ids = batch(name, step, kv.rank)[0]
+                    if found is not None:
                         expected = model.tables[name].pull(ids)
                         assert found.tobytes() == expected.tobytes() or not same, f"step {step}: {name} differs"
                     if step % 7 == 0:
@@ -215,7 +232,7 @@ def expected(job: Job, traces: Iterable[list[list[int]]]) -> dict[str, np.ndarra
     changes = [(step, number, size) for trace in traces for number, (step, size) in enumerate(trace) if number]
     for step, _, size in sorted(changes):
         workers[step:] = [size] * (job.steps - step)
-    model = Expected(job)
+    model = Expected(job, tables_of(job))
     for size in workers:
         model.go_on(size)
     rows = {name: table.pull(EVERY) for name, table in model.tables.items()}

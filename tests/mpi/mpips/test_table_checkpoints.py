@@ -230,6 +230,50 @@ def test_rows_that_were_saved_without_scores_and_times_get_them_at_the_load(fold
     run("dist_sync", body, servers=1)
 
 
+def test_a_table_that_was_saved_without_counts_counts_from_0(folder: Path) -> None:
+    """And one that does not count is loaded without those of the file; from a checkpoint as from a file of its own."""
+    need(servers=1)
+    ids, first = np.arange(4), -np.ones((2, 2), np.float32)
+
+    def options(**more: Any) -> dict[str, Any]:
+        return {"init": mpips.uniform(0), "learning_rate": 1.0, **more}
+
+    def save(kv: mpips.KVStore) -> None:
+        table = kv.table("t", 2, **options())
+        table.push(ids[:2], first * (kv.rank == 0))
+        table.save(folder / "t")
+        kv.save(folder / "x")
+
+    def load(kv: mpips.KVStore) -> None:
+        table = kv.table("t", 2, **options(admit=mpips.seen(2)))
+        for read in (lambda: kv.load(folder / "x"), lambda: table.load(folder / "t")):
+            table.push(ids[3:], first[:1])  # counted once, and the load forgets it
+            assert table.stats()["counted"] == 1
+            read()
+            assert (table.stats()["counted"], table.rows) == (0, 2)
+            for rows in (2, 3):
+                table.push(ids[2:3], first[:1])
+                assert table.rows == rows
+            assert table.pull(ids).tolist() == [[1, 1], [1, 1], [kv.num_workers] * 2, [0, 0]]
+
+    def load_without(kv: mpips.KVStore) -> None:
+        table = kv.table("t", 2, **options())
+        for read in (lambda: kv.load(folder / "y"), lambda: table.load(folder / "u")):
+            read()
+            table.push(ids[2:3], first[:1])
+            assert (table.stats()["counted"], table.rows) == (0, 3)
+
+    def save_counts(kv: mpips.KVStore) -> None:
+        table = kv.table("t", 2, **options(admit=mpips.seen(2)))
+        table.load(folder / "t")
+        table.push(ids[3:], first[:1])
+        table.save(folder / "u")
+        kv.save(folder / "y")
+
+    for each in (save, load, save_counts, load_without):
+        run("dist_sync", each, servers=1)
+
+
 def some(step: int, dtype: Any) -> tuple[Any, Any]:
     """Some ids come in all steps, others seldom, so that rows are dropped and come again."""
     random = np.random.default_rng(step)

@@ -45,6 +45,27 @@ print("all is there", flush=True)
 kv.close()
 """
 
+OVERFLOWS = """
+import numpy as np
+import mpips
+
+kv = mpips.create("dist_sync", check_finite=True)
+table = kv.table("t", 2, "float16", learning_rate=1.0, admit=mpips.seen(1))
+ids, gradient = np.arange(1000), np.full((1000, 2), -1, np.float16)
+gradient[999] = -4e4 * (kv.rank == 0)
+saved = table.pushpull(ids[:500], gradient[:500])
+table.update_optimizer(learning_rate=4.0)
+try:
+    table.pushpull(ids[400:], gradient[400:])
+except mpips.StoreError as error:
+    assert "update 2 failed: a value of the row of id 999 is inf in float16" in str(error), error
+rounds = kv.recover()
+assert (rounds["t"], table.pushes, table.rows) == (1, 1, 500) and not rounds.torn, rounds
+assert (table.pull(ids[:500]) == saved).all()
+print("all is there", flush=True)
+kv.close()
+"""
+
 
 def survive(folder: Path, job: Job, ranks: int) -> list[list[list[int]]]:
     return run(folder, job, ranks, "tests.mpi.mpips.table_survivor", table_survivor.expected)
@@ -148,9 +169,10 @@ def test_a_host_is_lost_and_a_worker_dies_at_drawn_moments(tmp_path: Path, seed:
 
 
 @pytest.mark.slow
-def test_a_table_with_a_mirror_is_saved_loaded_and_exported(tmp_path: Path) -> None:
-    (tmp_path / "saves.py").write_text(SAVES)
+@pytest.mark.parametrize("program", [SAVES, OVERFLOWS], ids=["with a mirror", "after an update that overflows"])
+def test_rows_are_there_after_a_recovery_without_deaths(tmp_path: Path, program: str) -> None:
+    (tmp_path / "program.py").write_text(program)
     out = io.BytesIO()
     words = [sys.executable, "-m", "launch.cli", "run", "-w", "2", "-s", "2", "--spares", "0"]
-    code = child.run([*words, str(tmp_path / "saves.py"), str(tmp_path)], JOB_LIMIT, ROOT, out)
+    code = child.run([*words, str(tmp_path / "program.py"), str(tmp_path)], JOB_LIMIT, ROOT, out)
     assert code == 0 and out.getvalue().count(b"all is there") == 2, out.getvalue().decode()

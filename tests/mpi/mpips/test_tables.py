@@ -381,9 +381,18 @@ def test_orders_that_cannot_be_are_refused() -> None:
             "push of table 'b': evict_by='score' needs a score for each id: pass scores=": lambda: best.push(ids, rows),
             "set of table 'b': evict_by='score' needs a score for each id": lambda: best.set(ids, rows),
             "push of table 't': the table keeps no scores": lambda: table.push(ids, rows, scores),
-            "scores have dtype float64 and shape (1,), and ids of shape (2,)": lambda: best.push(ids, rows, scores[:1]),
-            "scores have dtype int64 and shape (2,), and": lambda: best.push(ids, rows, scores.astype(int)),
-            "scores hold NaN, which has no place in an order": lambda: best.pushpull(ids, rows, None, scores * np.nan),
+            "push of table 'b': scores have shape (1,), and ids of shape (2,) need (2,): give one for each id": (
+                lambda: best.push(ids, rows, scores[:1])
+            ),
+            "push of table 'b': scores have dtype int64, and need float64: pass scores.astype(numpy.float64)": (
+                lambda: best.push(ids, rows, scores.astype(int))
+            ),
+            "set of table 'b': scores are of type list: pass numpy.array(scores, numpy.float64)": (
+                lambda: best.set(ids, rows, [0.5, 1.0])
+            ),
+            "pushpull of table 'b': scores hold 1 NaN among 2, the first of id 1, and NaN has no place in an order": (
+                lambda: best.pushpull(ids, rows, None, np.array([0, np.nan]))
+            ),
             "set of table 't': values has dtype float64, and the table float32": lambda: table.set(
                 ids, rows.astype(float)
             ),
@@ -493,7 +502,7 @@ def test_a_learning_rate_changes_between_updates(kind: str, servers: int) -> Non
         ids, ones = np.arange(9), -np.ones((9, 1), np.float32)
         table.push(ids, ones)
         table.update_optimizer(learning_rate=0.5)
-        assert "a table has no argument momentum" in failure(lambda: table.update_optimizer(momentum=0.9))
+        assert "'t': optimizer 'sgd' has no argument momentum" in failure(lambda: table.update_optimizer(momentum=0.9))
         assert "give a number >= 0" in failure(lambda: table.update_optimizer(learning_rate=-1))
         if kv.num_workers > 1:
             said = failure(lambda: table.update_optimizer(learning_rate=0.1 if kv.rank else 0.2))
@@ -554,7 +563,9 @@ def test_bad_arguments_lose_nothing() -> None:
             "is infinite in float16: give a smaller one": lambda: kv.table("u", 3, "float16", mpips.uniform(1e5)),
             "give mpips.uniform, mpips.normal": lambda: kv.table("u", 3, init="ones"),  # type: ignore[arg-type]
             "put @mpips.register_init above it": lambda: kv.table("u", 3, init=np.zeros),
-            "float64 of shape (1, 5), and 1 ids need float32 of shape (1, 3)": lambda: kv.table("u", 3, init=fifths),
+            "float64 of shape (1, 5) for 1 ids, the first 0, which need float32 of shape (1, 3)": lambda: kv.table(
+                "u", 3, init=fifths
+            ),
             "those of optimizer 'ftrl': learning_rate, beta, l1": lambda: kv.table(
                 "u", 3, optimizer="ftrl", weight_decay=0.1
             ),
@@ -865,16 +876,25 @@ def test_stores_without_servers_refuse_a_table() -> None:
         assert "has no servers here" in said
 
 
-def test_all_ranks_hear_of_a_gradient_that_is_not_finite() -> None:
+@pytest.mark.parametrize(
+    "dtype, ids, wrong, sentence",
+    [
+        ("float32", [5, 9], np.nan, "holds 1 NaN and 0 infinities among 4 elements, the first of id 9"),
+        ("float16", [9, 9], 4e4, "sums the gradients of id 9 to infinity in float16"),
+    ],
+)
+def test_all_ranks_hear_of_a_gradient_that_is_not_finite(
+    dtype: str, ids: list[int], wrong: float, sentence: str
+) -> None:
     need(servers=1)
 
     def body(kv: mpips.KVStore) -> str:
-        table = kv.table("t", 2)
-        gradient = np.zeros((2, 2), np.float32)
-        gradient[1, 0] = np.nan if kv.rank == 0 else 0
+        table = kv.table("t", 2, dtype)
+        gradient = np.full((2, 2), 4e4 if kv.rank == 0 else 0, dtype)
+        gradient[1, 0] = wrong if kv.rank == 0 else 0
         try:
             for _ in range(50):
-                table.pushpull(np.array([5, 9]), gradient)
+                table.pushpull(np.array(ids), gradient)
         except Exception as error:
             return str(error)
         return ""
@@ -884,7 +904,21 @@ def test_all_ranks_hear_of_a_gradient_that_is_not_finite() -> None:
     except mpips.StoreError as error:  # of the close
         said = str(error)
     if said is not None:
-        assert "push 1 of rank 0 holds 1 NaN and 0 infinities among 4 elements, the first of id 9" in said
+        assert f"push 1 of rank 0 {sentence}" in said, said
+
+
+def test_an_update_that_leaves_the_range_of_float16_ends_the_generation() -> None:
+    need(servers=1)
+
+    def body(kv: mpips.KVStore) -> None:
+        table, ids = kv.table("t", 2, "float16", mpips.constant(0), learning_rate=1.0), np.array([5, 9])
+        gradient = np.array([[1, 2], [3, -4e4 * (kv.rank == 0)]], np.float16)
+        table.push(ids, gradient)
+        said = failure(lambda: table.pushpull(ids, gradient))
+        assert "update 2 failed: a value of the row of id 9 is inf in float16, and 80000 in float32: look at" in said
+        assert "t" in kv.recover().torn
+
+    run("dist_sync", body, servers=1, check_finite=True)
 
 
 def test_a_worker_that_leaves_ends_the_wait_for_its_push() -> None:
@@ -923,7 +957,7 @@ def test_tensors_of_pytorch_serve_as_arrays() -> None:
         assert "gradients is a tensor of layout torch.sparse_coo: pass a dense one" in sparse
         meta = failure(lambda: table.push(torch.tensor([1, 2]), torch.ones(2, 2, device="meta")))
         assert "gradients is a tensor on meta: pass a CPU tensor" in meta
-        assert "pass ids.long()" in failure(lambda: table.pull(torch.zeros(2, dtype=torch.int32)))
+        assert "pass ids.to(torch.int64)" in failure(lambda: table.pull(torch.zeros(2, dtype=torch.int32)))
         assert table.pushpull(torch.tensor([1, 2, 1]), -torch.ones(3, 2), out) is out
         assert (out == kv.num_workers * torch.tensor([[2.0, 2], [1, 1], [2, 2]])).all()
 

@@ -485,6 +485,25 @@ def test_tables_of_two_stores_go_to_their_own() -> None:
     run("dist_sync", body, servers=1)
 
 
+@served
+def test_a_scaler_and_a_table_of_float16_are_refused_on_all_workers() -> None:
+    """Also on one that has no gradient, and waits for nobody. Nothing is pushed."""
+
+    def body(kv: mpips.KVStore) -> None:
+        table = kv.table("t", DIM, "float16")
+        rows = mpips.torch.Embedding(table)
+        optimizer, scaler = mpips.torch.TableOptimizer(rows), torch.amp.GradScaler("cpu", init_scale=2.0**16)
+        loss = rows(torch.arange(3)).float().sum()
+        scaled = scaler.scale(loss)
+        if not kv.rank:
+            scaled.backward()
+        said = heard(lambda: scaler.step(optimizer))  # type: ignore[arg-type]
+        assert "with a GradScaler: table 't' is float16, and so are its gradients, which GradScaler does not" in said
+        assert table.pushes == 0
+
+    run("dist_sync", body, servers=1)
+
+
 @several
 def test_an_asynchronous_store_refuses_a_scaler() -> None:
     def body(kv: mpips.KVStore) -> None:
@@ -612,6 +631,7 @@ def test_wrong_use_is_said_in_a_sentence() -> None:
         net = Net(mpips.torch.Embedding(table))
         bag = mpips.torch.EmbeddingBag(table)
         ids = torch.arange(3)
+        scored = kv.table("best", DIM, limit=9, evict_by="score")
         calls: dict[str, Callable[[], Any]] = {
             "Embedding of table 't': ids have dtype torch.int32, and need torch.int64": lambda: net.rows(ids.int()),
             "ids have dtype torch.float32": lambda: bag(ids.float(), torch.tensor([0])),
@@ -623,6 +643,9 @@ def test_wrong_use_is_said_in_a_sentence() -> None:
             "mode='max': give 'sum' or 'mean'": lambda: mpips.torch.EmbeddingBag(table, "max"),
             "'t' has a gradient that nobody pushes: make mpips.torch.TableOptimizer": lambda: net(ids).sum().backward(),
             "the model has no mpips.torch.Embedding": lambda: mpips.torch.TableOptimizer(net.last),
+            "table 'best' has evict_by='score', and a step has no scores to push: take": lambda: (
+                mpips.torch.TableOptimizer(nn.ModuleList([bag, mpips.torch.Embedding(scored)]))
+            ),
             "model is a list": lambda: mpips.torch.TableOptimizer([net]),  # type: ignore[arg-type]
             "padding_idx=9223372036854775808 is no int64": lambda: mpips.torch.Embedding(table, padding_idx=2**63),
             "of table 't' has no argument max_norm: leave it out": lambda: mpips.torch.Embedding(table, max_norm=1.0),

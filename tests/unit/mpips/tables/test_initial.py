@@ -119,8 +119,26 @@ def test_a_function_that_gives_complex_numbers_is_refused(registered: Callable[.
         return np.ones((len(ids), 2), np.complex64)
 
     for dtype in ("float16", "bfloat16", "float32"):
-        with pytest.raises(ValueError, match=f"returned complex64 of shape .*, and 1 ids need {dtype} of shape"):
+        with pytest.raises(ValueError, match=f"returned complex64 of shape .* for 1 ids, the first 0, .*need {dtype}"):
             rows_of(Init("complex_ones"), np.arange(1), 2, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("value", [np.inf, np.nan, 7e4])
+def test_a_function_that_gives_no_finite_numbers_is_refused(
+    registered: Callable[..., Any], dtype: str, value: float
+) -> None:
+    @registered
+    def odd(ids: np.ndarray) -> np.ndarray:
+        return np.where(ids[:, None] == 8, [1.0, value], 0.5)
+
+    ids = np.array([3, 8, 4])
+    if value == 7e4 and dtype != "float16":
+        assert rows_of(Init("odd"), ids, 2, dtype)[1, 1] == np.float64(value).astype(dtype)
+        return
+    sentence = f"table 't': the function 'odd' of init returned {value} for id 8, which is (inf|nan) in {dtype}"
+    with pytest.raises(ValueError, match=sentence):
+        rows_of(Init("odd"), ids, 2, dtype)
 
 
 def test_a_function_that_is_not_known_is_refused(registered: Callable[..., Any]) -> None:
@@ -134,7 +152,8 @@ def test_a_function_that_is_not_known_is_refused(registered: Callable[..., Any])
     registered(zeros)
     assert not rows_of(Init("zeros"), np.arange(3)).any()
     with pytest.raises(
-        ValueError, match=r"returned float64 of shape \(3, 4\), and 3 ids need float64 of shape \(3, 5\)"
+        ValueError,
+        match=r"returned float64 of shape \(3, 4\) for 3 ids, the first 0, which need float64 of shape \(3, 5\)",
     ):
         rows_of(Init("zeros"), np.arange(3), dim=5)
 

@@ -125,6 +125,14 @@ def test_what_an_optimizer_cannot_have_is_refused(name: str, options: dict[str, 
         create(name, options)
 
 
+def test_only_numbers_of_the_optimizer_change() -> None:
+    _, numbers = encode(create("sgd", {"learning_rate": 0.1}))
+    with pytest.raises(TypeError, match=r"optimizer 'sgd' has no argument beta: it takes learning_rate, .*, clipnorm$"):
+        changed("sgd", numbers, {"beta": 1, "learning_rate": 0.2})
+    with pytest.raises(TypeError, match=r"no argument evict: it takes .*, clipnorm; evict of a table cannot change"):
+        changed("sgd", numbers, {"evict": 1})
+
+
 def test_the_rate_of_ftrl_cannot_change() -> None:
     _, numbers = encode(create("ftrl", {"learning_rate": 0.1}))
     with pytest.raises(

@@ -98,6 +98,24 @@ def test_rounds_equal_a_serial_dictionary(
     assert table.count == len(expected.rows)
 
 
+@pytest.mark.parametrize("dtype, largest", [("float16", 65504.0), ("bfloat16", 3e38)])
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_an_update_that_leaves_the_range_of_half_rows_is_an_error(dtype: str, largest: float, stochastic: bool) -> None:
+    """float32 represents the new row of float16, but not that of bfloat16."""
+    card = card_of(2, dtype, bound=0.0, rate=1.0, stochastic=stochastic)
+    table, silent = TableRows(card, checks_finite=True), TableRows(card)
+    ids, gradients = np.array([4, 9]), np.array([[1, 2], [3, -largest]], np.float32)
+    for rows in (table, silent):
+        rows.update(ids, gradients, 1)
+        assert np.isfinite(rows.pull(ids)).all()
+    silent.update(ids, gradients, 2)
+    assert not np.isfinite(silent.pull(ids)[1, 1])
+    with pytest.raises(
+        FloatingPointError, match=rf"a value of the row of id 9 is inf in {dtype}, and (131008|inf) in float32"
+    ):
+        table.update(ids, gradients, 2)
+
+
 @pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(
