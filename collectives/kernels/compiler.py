@@ -35,6 +35,8 @@ from numba.np.arrayobj import make_array
 from mpips.collectives import log
 
 LOG = log.get("mpips.kernels")
+# the constant of SplitMix64
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _HALF, _FLOAT = llvmlite.ir.HalfType(), llvmlite.ir.FloatType()
 _DIGEST = hashlib.sha256().digest_size
 # Identifies this version of the functions below, whose code is part of kernels. Part of the name of a kernel's file.
@@ -366,14 +368,56 @@ def _array_at(element: types.Type) -> Callable[..., Any]:
     return array_at  # type: ignore[no-any-return]
 
 
+@njit(inline="always")
+def _same_row(row: Any, scratch: Any) -> Any:
+    return row
+
+
+@njit(inline="always")
+def _row_is_stored(row: Any, wide: Any, streams: Any, i: int) -> None:
+    pass
+
+
+def _widened_row(widen: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that converts a row of 16 bits to float32."""
+
+    @njit(inline="always")
+    def widened_row(row: Any, scratch: Any) -> Any:
+        for k in range(row.size):
+            scratch[k] = widen(row[k])
+        return scratch
+
+    return widened_row  # type: ignore[no-any-return]
+
+
+def _store_row(narrow: Callable[..., Any], narrow_at_random: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that rounds a float32 row to 16 bits (see `mpips.tables.halves`)."""
+
+    @njit(inline="always")
+    def store_row(row: Any, wide: Any, streams: Any, i: int) -> None:
+        if streams.size:
+            stream = streams[i]
+            for k in range(row.size):
+                row[k] = narrow_at_random(wide[k], mixed64(stream + np.uint64(k + 1) * _GOLDEN))
+        else:
+            for k in range(row.size):
+                row[k] = narrow(wide[k])
+
+    return store_row  # type: ignore[no-any-return]
+
+
 # the functions that the source of a kernel may call
 CONVERSIONS: dict[str, Any] = {
     "widen_float16": widen_float16,
     "narrow_float16": narrow_float16,
     "widen_bfloat16": widen_bfloat16,
     "narrow_bfloat16": narrow_bfloat16,
-    "narrow_at_random_float16": narrow_at_random_float16,
-    "narrow_at_random_bfloat16": narrow_at_random_bfloat16,
+    "widened_row_float": _same_row,
+    "widened_row_float16": _widened_row(widen_float16),
+    "widened_row_bfloat16": _widened_row(widen_bfloat16),
+    "store_row_float": _row_is_stored,
+    "store_row_float16": _store_row(narrow_float16, narrow_at_random_float16),
+    "store_row_bfloat16": _store_row(narrow_bfloat16, narrow_at_random_bfloat16),
     "float_of": float_of,
     "bits_of": bits_of,
     "sum_of_128": sum_of_128,

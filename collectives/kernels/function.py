@@ -3,9 +3,9 @@
     @compiled("stored[], const wide[]")
     def scale(out, factors): ...
 
-The kernel gets an array of float16 or bfloat16 as uint16; `widen`, `narrow` and `narrow_at_random` convert its
-elements. A call returns 0 if the kernel cannot run, and then nothing has been changed. A kernel that runs must return
-another number.
+The kernel gets an array of float16 or bfloat16 as uint16; `widen` and `narrow` convert its elements, `widened_row` and
+`store_row` its rows. A call returns 0 if the kernel cannot run, and then nothing has been changed. A kernel that runs
+must return another number.
 """
 
 from __future__ import annotations
@@ -65,8 +65,10 @@ class Compiled:
 
     def _kernel(self, dtype: str) -> engine.Kernel:
         text, stored = self._text, "uint16" if "16" in dtype else dtype
-        for word in ("widen", "narrow", "narrow_at_random"):
+        for word in ("widen", "narrow"):
             text = text.replace(f"{word}(", f"{word}_{dtype}(" if "16" in dtype else "(")
+        for word in ("widened_row", "store_row"):
+            text = text.replace(f"{word}(", f"{word}_{dtype if '16' in dtype else 'float'}(")
         text = text.replace("values_at(", f"{stored}_at(")
         types = self._types.replace("stored", stored).replace("wide", WIDE.get(dtype, dtype)).split(", ")
         return engine.kernel(f"{self._name} of {dtype}", text, types)
@@ -113,5 +115,16 @@ def narrow(x: Any) -> Any:
     """Convert to the dtype of a kernel's first array. Only for use in kernels, whose compiler replaces it."""
 
 
-def narrow_at_random(x: Any, word: Any) -> Any:
-    """Round to one of the two nearest float16 or bfloat16 by 64 random bits. Only for use in kernels, like `narrow`."""
+def widened_row(row: Any, scratch: Any) -> Any:
+    """Return a row of a kernel's first array in the dtype in which kernels compute. Only for use in kernels.
+
+    A row of float16 or bfloat16 is converted into `scratch`. Other rows are returned themselves.
+    """
+
+
+def store_row(row: Any, wide: Any, streams: Any, i: int) -> None:
+    """Write what `widened_row` has returned into the row. Only for use in kernels.
+
+    A row of float16 or bfloat16 is rounded to nearest if `streams` is empty, and otherwise at random: element k by the
+    64 bits mixed64(streams[i] + (k + 1) * golden ratio).
+    """

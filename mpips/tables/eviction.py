@@ -22,6 +22,8 @@ from mpips.tables.index import Positions
 AGE, COUNT, SCORE = "age", "count", "score"
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 MICROSECONDS = 1_000_000
+# A scan finds its bound by a sample of the rows. About this many rows of the sample are within the bound.
+SAMPLED = 256
 # about 3,000 years
 MOST_SECONDS = 1e11
 
@@ -50,8 +52,9 @@ def span_of(given: Any) -> int:
 class ByScore:
     """Finds the rows with the smallest scores. Among equal scores older updates come first, then smaller ids.
 
-    Only a scan finds the smallest of all rows. So a scan looks for more rows than are needed, and keeps them as a
-    *pool*. Later calls choose from the pool: all rows outside of it are larger than its largest row was at the scan.
+    Only a scan finds the smallest of all rows. So a scan chooses a *bound* that more rows are within than are needed,
+    and keeps these rows as a *pool*. Rows that change later join the pool if they are within the bound then. So the
+    pool has all rows within the bound, and as long as these are enough, no other row can be among the smallest.
 
     Args:
         ids: The id at each position.
@@ -66,19 +69,20 @@ class ByScore:
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in self._pool)
+        return sum(positions.nbytes + touched.nbytes for positions, touched in self._pool)
 
     def forget(self) -> None:
         """Note that rows have changed in an unknown way, so that the next call of `first` scans all rows."""
-        # positions; a position may occur twice, and its row may have become larger than the bound or have been dropped
-        self._pool: list[NDArray[np.uint32]] = []
-        # score, last update and id of the pool's largest row at the scan; empty before a scan
+        # Positions, and the last update of each row then. An entry is invalid once the row has been named again or
+        # dropped, because then the last update is another.
+        self._pool: list[tuple[NDArray[np.uint32], NDArray[np.int32]]] = []
+        # score, last update and id; a row is within the bound if it is not larger; empty before a scan
         self._bound: tuple[Any, ...] = ()
 
     def note(self, positions: Positions, count: int) -> None:
         """Note that these rows have another score or update now. `count` is the number of all rows."""
         if self._bound:
-            self._pool.append(positions[self._in_bound(positions)].astype(np.uint32))
+            self._put(self._within(positions))
             if self.nbytes > 4 * count + (1 << 16):
                 self.forget()
 
@@ -87,26 +91,39 @@ class ByScore:
 
         `top` is the first position after those of all rows.
         """
-        pool = np.unique(np.concatenate([np.zeros(0, np.uint32), *self._pool])).astype(np.int64)
-        pool = pool[self._touched[pool] != 0]
-        pool = pool[self._in_bound(pool)]
+        valid = [positions[self._touched[positions] == touched] for positions, touched in self._pool]
+        pool = np.concatenate([np.zeros(0, np.uint32), *valid]).astype(np.int64)
         if len(pool) < count:
-            rows = np.flatnonzero(self._touched[:top])
-            # A scan costs the number of rows, and each call until the next scan costs the size of the pool. This size
-            # makes both about equal.
-            pool, self._bound = self._smallest(rows, min(len(rows), max(count, math.isqrt(len(rows) * count))))
-        chosen = self._smallest(pool, count)[0]
-        self._pool = [np.setdiff1d(pool, chosen, assume_unique=True).astype(np.uint32)]
-        return chosen
+            pool = self._scanned(count, top)
+        self._pool = []
+        self._put(pool)
+        return self._smallest(pool, count)[0]
 
-    def _in_bound(self, positions: Positions) -> NDArray[np.bool_]:
-        """Return a mask of the rows that are not larger than the bound."""
-        inside = np.ones(len(positions), bool)
-        # from the least important key to the most important one
-        for key, bound in zip(reversed(self._keys), reversed(self._bound)):
+    def _put(self, positions: Positions) -> None:
+        self._pool.append((positions.astype(np.uint32), self._touched[positions]))
+
+    def _scanned(self, count: int, top: int) -> Positions:
+        """Choose a new bound, and return all rows within it. These are at least `count`."""
+        rows = np.flatnonzero(self._touched[:top])
+        # A scan costs the number of rows, and each call until the next scan costs the size of the pool. This size makes
+        # both about equal.
+        size = math.isqrt(len(rows) * count)
+        pool = rows[:0]
+        # The second step, without a sample, is for a sample whose bound is too low.
+        for step in (1 + size // SAMPLED, 1):
+            if len(pool) < count:
+                self._bound = self._smallest(rows[::step], -(-size // step))[1]
+                pool = self._within(rows)
+        return pool
+
+    def _within(self, positions: Positions) -> Positions:
+        """Return those of these rows that are within the bound."""
+        found = []
+        for key, bound in zip(self._keys, self._bound):
             values = key[positions]
-            inside = (values < bound) | ((values == bound) & inside)
-        return inside
+            found.append(positions[values < bound])
+            positions = positions[values == bound]
+        return np.concatenate([*found, positions])
 
     def _smallest(self, positions: Positions, count: int) -> tuple[Positions, tuple[Any, ...]]:
         """Return the `count` smallest rows among these, and the score, last update and id of the largest of them."""

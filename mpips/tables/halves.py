@@ -1,7 +1,7 @@
 """Rows in float16 and bfloat16: sum gradients and update rows in float32, and round to nearest or at random.
 
-An optimizer gets float32 copies of the rows, and float32 gradients. Its state is float32. So optimizers know nothing of
-this module.
+Optimizers compute with float32 copies of the rows, and with float32 gradients and state. Their compiled loops convert
+one row at a time (`widened_row` and `store_row`). Without compiled loops NumPy converts blocks of rows.
 
 Rounding at random ("stochastic") replaces a number x between two neighbours a and b, with |a| < |b|, by b with the
 probability (x - a) / (b - a). So updates that are smaller than half the distance of neighbours are not lost: their
@@ -28,9 +28,10 @@ from mpips.store.keys.row_sums import GOLDEN, Ids, Places, mixed, sorted_sums
 from mpips.tables import kernels
 
 Array = NDArray[Any]
-Positions = NDArray[np.int64]
 # changes the key, so that the random numbers for rounding differ from those for first values
 OTHER = 0x2545F4914F6CDD1D
+# used instead of the result of `streams_of` if rows are rounded to nearest
+NEAREST = np.zeros(0, np.uint64)
 
 
 def is_half(dtype: np.dtype) -> bool:
@@ -58,49 +59,39 @@ def summed(parts: Sequence[tuple[Ids, Array]]) -> tuple[Ids, Array]:
     parts = [part for part in parts if len(part[0])] or parts[:1]
     if len(parts) == 1:
         ids, gradients = parts[0]
-        return ids, widened(gradients, np.arange(len(ids)))
+        return ids, widened(gradients)
     return row_sums.summed(parts, dtype=working_dtype(parts[0][1].dtype))
 
 
-def widened(values: Array, at: Positions) -> Array:
-    """Return the rows at positions `at` of values or state as a new array of float32."""
-    wide = np.empty((len(at), values.shape[1]), working_dtype(values.dtype))
-    if not kernels.take_rows(values.reshape(-1), wide.reshape(-1), at, values.shape[1]):
-        wide[...] = values[at]
+def widened(values: Array) -> Array:
+    """Return float16 or bfloat16 rows (k, dim) as a new array of float32."""
+    wide = np.empty(values.shape, working_dtype(values.dtype))
+    if not kernels.widen_rows(values.reshape(-1), wide.reshape(-1)):
+        wide[...] = values
     return wide
 
 
+def streams_of(key: int, ids: Ids, update: int) -> NDArray[np.uint64]:
+    """Return for each id a number, from which the random numbers for its row in an update are made.
+
+    `key` is the table's key for first values.
+    """
+    return mixed(mixed(ids.view(np.uint64) ^ np.uint64(key ^ OTHER)) + np.uint64(update * GOLDEN % (1 << 64)))
+
+
 @quiet
-def put(values: Array, at: Positions, rows: Array) -> None:
-    """Write float32 rows (k, dim) to positions `at` of values or state. Values are rounded to nearest."""
-    if not kernels.put_rows(values.reshape(-1), rows.reshape(-1), at, values.shape[1]):
-        values[at] = rows
-
-
-class Rounding:
-    """The rounding of one table's rows.
+def round_into(values: Array, rows: Array, streams: NDArray[np.uint64]) -> None:
+    """Round float32 rows (k, dim) into float16 or bfloat16 rows.
 
     Args:
-        key: The table's key for first values.
-        stochastic: True to round at random, False to round to nearest (ties to even).
+        streams: `NEAREST` to round to nearest (ties to even), or the result of `streams_of` to round at random.
     """
-
-    def __init__(self, key: int, stochastic: bool) -> None:
-        self._key = key ^ OTHER
-        self._stochastic = stochastic
-
-    @quiet
-    def put(self, values: Array, at: Positions, rows: Array, ids: Ids, update: int) -> None:
-        """Write float32 rows (k, dim) to positions `at` of float16 or bfloat16 values, in the update `update`."""
-        if not self._stochastic:
-            put(values, at, rows)
-            return
-        dim, flat = values.shape[1], (values.reshape(-1), rows.reshape(-1), at)
-        step = update * GOLDEN % (1 << 64)
-        if not kernels.put_rows_at_random(*flat, ids, np.array([self._key, step], np.uint64), dim):
-            streams = mixed(mixed(ids.view(np.uint64) ^ np.uint64(self._key)) + np.uint64(step))
-            columns = np.arange(1, dim + 1, dtype=np.uint64) * np.uint64(GOLDEN)
-            values[at] = rounded_at_random(rows, mixed(streams[:, None] + columns), values.dtype)
+    dim = values.shape[1]
+    if kernels.round_rows(values.reshape(-1), rows.reshape(-1), streams, dim):
+        return
+    columns = np.arange(1, dim + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+    words = mixed(streams[:, None] + columns)
+    values[...] = rounded_at_random(rows, words, values.dtype) if len(streams) else rows
 
 
 @quiet

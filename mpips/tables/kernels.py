@@ -1,5 +1,8 @@
 """Compiled loops of tables: find, insert, read and update rows. Without them NumPy code computes the same bits.
 
+The loops of optimizers copy a row of float16 or bfloat16 to float32, update the copy, and round it back. Their argument
+`streams` says how to round (see `halves.round_into`).
+
 A *slot* is an entry of the hash table that finds the position of an id's row (see `index`). Arrays of rows are passed
 1-D: row p of `values` is values[p * dim : (p + 1) * dim].
 
@@ -14,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpips.collectives.kernels import engine
-from mpips.collectives.kernels.function import Compiled, compiled, narrow, narrow_at_random, widen
+from mpips.collectives.kernels.function import Compiled, compiled, narrow, store_row, widen, widened_row
 from mpips.optimizers.base import working_dtype
 from mpips.store.keys.row_sums import AHEAD, CONSTANTS, GOLDEN, add_rows, merge
 
@@ -24,22 +27,25 @@ if TYPE_CHECKING:
 Array = np.ndarray
 FLOATS = ("float32", "float64")
 HALVES = ("float16", "bfloat16")
-# dtypes of rows; optimizers only get FLOATS
+# dtypes of rows
 ROWS = (*HALVES, *FLOATS)
 IDS = ("int64",)
 # NumPy sums rows longer than this number pairwise, in parts. Loops that sum over a row cannot reproduce this order, and
 # return 0 for such rows.
 PAIRWISE = 128
 SUMS = {**CONSTANTS, "PAIRWISE": PAIRWISE}
+# the types of gradients, rows and streams, which are arguments of every optimizer's loop
+GIVEN = "const wide[], const int64[], const uint64[]"
 
 
 def load(dtype: np.dtype, loops: Sequence[Compiled]) -> None:
     """Load compiled loops. Blocking, up to some seconds if they have to be compiled."""
+    # A loop is for rows, for the dtype in which they are updated, or for ids.
+    kinds = dtype, working_dtype(dtype), np.dtype(np.int64)
     for loop in loops:
-        # A loop is for rows and the dtype in which they are updated, or for ids.
-        kinds = [loop.prepare(kind) for kind in (dtype, working_dtype(dtype))]
-        if not any(kinds):
-            loop.prepare(np.dtype(np.int64))
+        for kind in kinds:
+            if loop.prepare(kind) is not None:
+                break
     engine.load_all()
 
 
@@ -205,112 +211,98 @@ def merge_halves(total: Array, gradients: Array, rows: Array, begun: Array, sums
     return 1
 
 
-@compiled("const stored[], wide[], const int64[], int64", ROWS, CONSTANTS)
-def take_rows(values: Array, out: Array, rows: Array, dim: int) -> int:
-    """Write the rows `rows` of `values` into `out`, which is float32 if `values` is float16 or bfloat16."""
-    for i in range(rows.size):
-        ahead = rows[min(i + AHEAD, rows.size - 1)] * dim
-        for k in range(0, dim, 16):
-            prefetch(values, ahead + k)
-        v_, o_ = values[rows[i] * dim : (rows[i] + 1) * dim], out[i * dim : (i + 1) * dim]
-        for k in range(o_.size):
-            o_[k] = widen(v_[k])
+@compiled("const stored[], wide[]", HALVES)
+def widen_rows(values: Array, out: Array) -> int:
+    """Convert rows to float32."""
+    for k in range(out.size):
+        out[k] = widen(values[k])
     return 1
 
 
-@compiled("stored[], const wide[], const int64[], int64", ROWS)
-def put_rows(values: Array, wide: Array, rows: Array, dim: int) -> int:
-    """Write `wide` into the rows `rows` of `values`. float16 and bfloat16 are rounded to nearest."""
-    for i in range(rows.size):
-        v_, w_ = values[rows[i] * dim : (rows[i] + 1) * dim], wide[i * dim : (i + 1) * dim]
-        for k in range(w_.size):
-            v_[k] = narrow(w_[k])
+@compiled("stored[], const wide[], const uint64[], int64", HALVES)
+def round_rows(values: Array, wide: Array, streams: Array, dim: int) -> int:
+    """Round float32 rows to the dtype of `values`, like `halves.round_into`."""
+    for i in range(values.size // dim):
+        store_row(values[i * dim : (i + 1) * dim], wide[i * dim : (i + 1) * dim], streams, i)
     return 1
 
 
-@compiled("stored[], const wide[], const int64[], const int64[], const uint64[], int64", HALVES, CONSTANTS)
-def put_rows_at_random(values: Array, wide: Array, rows: Array, ids: Array, numbers: Array, dim: int) -> int:
-    """Write float32 rows like `put_rows`, but round like `halves.rounded_at_random`.
-
-    `numbers`: the table's key for rounding, and the number of the update times GOLDEN.
-    """
-    for i in range(rows.size):
-        stream = mixed64(mixed64(np.uint64(ids[i]) ^ numbers[0]) + numbers[1])
-        v_, w_ = values[rows[i] * dim : (rows[i] + 1) * dim], wide[i * dim : (i + 1) * dim]
-        for k in range(w_.size):
-            v_[k] = narrow_at_random(w_[k], mixed64(stream + np.uint64(k + 1) * np.uint64(GOLDEN)))
-    return 1
-
-
-@compiled("stored[], const stored[], const int64[], const stored[], int64", FLOATS, CONSTANTS)
-def sgd(values: Array, gradients: Array, rows: Array, numbers: Array, dim: int) -> int:
+@compiled(f"stored[], {GIVEN}, const wide[], int64", ROWS, CONSTANTS)
+def sgd(values: Array, gradients: Array, rows: Array, streams: Array, numbers: Array, dim: int) -> int:
     """Update rows like `RowSGD`. `numbers`: learning rate, and the factor of weight decay."""
     rate, kept = numbers[0], numbers[1]
+    scratch = np.empty(dim, numbers.dtype)
     for i in range(rows.size):
         ahead = rows[min(i + AHEAD, rows.size - 1)] * dim
         for k in range(0, dim, 16):
             prefetch(values, ahead + k)
-        w_, g_ = values[rows[i] * dim : (rows[i] + 1) * dim], gradients[i * dim : (i + 1) * dim]
+        row, g_ = values[rows[i] * dim : (rows[i] + 1) * dim], gradients[i * dim : (i + 1) * dim]
+        w_ = widened_row(row, scratch)
         for k in range(g_.size):
             w_[k] = w_[k] * kept - g_[k] * rate
+        store_row(row, w_, streams, i)
     return 1
 
 
-@compiled("stored[], stored[], const stored[], const int64[], const stored[], int64", FLOATS, CONSTANTS)
-def adagrad(values: Array, sums: Array, gradients: Array, rows: Array, numbers: Array, dim: int) -> int:
+@compiled(f"stored[], wide[], {GIVEN}, const wide[], int64", ROWS, CONSTANTS)
+def adagrad(values: Array, sums: Array, gradients: Array, rows: Array, streams: Array, numbers: Array, dim: int) -> int:
     """Update rows like `Adagrad`. `numbers`: learning rate, epsilon, and the factor of weight decay."""
     rate, epsilon, kept = numbers[0], numbers[1], numbers[2]
+    scratch = np.empty(dim, numbers.dtype)
     for i in range(rows.size):
         ahead = rows[min(i + AHEAD, rows.size - 1)] * dim
         for k in range(0, dim, 16):
             prefetch(values, ahead + k)
             prefetch(sums, ahead + k)
         start, stop = rows[i] * dim, (rows[i] + 1) * dim
-        w_, s_, g_ = values[start:stop], sums[start:stop], gradients[i * dim : (i + 1) * dim]
+        row, s_, g_ = values[start:stop], sums[start:stop], gradients[i * dim : (i + 1) * dim]
+        w_ = widened_row(row, scratch)
         for k in range(g_.size):
             total = s_[k] + g_[k] * g_[k]
             s_[k] = total
             below = np.sqrt(total) + epsilon
             w_[k] = w_[k] * kept - g_[k] * rate / (below if below != 0 else np.float32(1))
+        store_row(row, w_, streams, i)
     return 1
 
 
-@compiled("stored[], stored[], const stored[], const int64[], const stored[], int64", FLOATS, SUMS)
-def row_adagrad(values: Array, sums: Array, gradients: Array, rows: Array, numbers: Array, dim: int) -> int:
+@compiled(f"stored[], wide[], {GIVEN}, const wide[], int64", ROWS, SUMS)
+def row_adagrad(
+    values: Array, sums: Array, gradients: Array, rows: Array, streams: Array, numbers: Array, dim: int
+) -> int:
     """Update rows of at most PAIRWISE values like `RowAdagrad`. `numbers` as in `adagrad`."""
     if dim > PAIRWISE:
         return 0
     rate, epsilon, kept = numbers[0], numbers[1], numbers[2]
-    squares = np.empty(dim, values.dtype)
+    squares, scratch = np.empty(dim, numbers.dtype), np.empty(dim, numbers.dtype)
     for i in range(rows.size):
         ahead = rows[min(i + AHEAD, rows.size - 1)]
         prefetch(sums, ahead)
         for k in range(0, dim, 16):
             prefetch(values, ahead * dim + k)
-        w_, g_ = values[rows[i] * dim : (rows[i] + 1) * dim], gradients[i * dim : (i + 1) * dim]
+        row, g_ = values[rows[i] * dim : (rows[i] + 1) * dim], gradients[i * dim : (i + 1) * dim]
+        w_ = widened_row(row, scratch)
         for k in range(g_.size):
             squares[k] = g_[k] * g_[k]
-        total = sums[rows[i]] + sum_of_row(squares) / values.dtype.type(dim)
+        total = sums[rows[i]] + sum_of_row(squares) / numbers.dtype.type(dim)
         sums[rows[i]] = total
         below = np.sqrt(total) + epsilon
         if below == 0:
-            below = values.dtype.type(1)
+            below = numbers.dtype.type(1)
         for k in range(g_.size):
             w_[k] = w_[k] * kept - g_[k] * rate / below
+        store_row(row, w_, streams, i)
     return 1
 
 
-@compiled(
-    "stored[], stored[], stored[], const stored[], const int64[], stored[], stored[], stored[], int64",
-    FLOATS,
-    CONSTANTS,
-)
+@compiled(f"stored[], wide[], wide[], {GIVEN}, const wide[], const wide[], const wide[], int64", ROWS, CONSTANTS)
 def adam(
     values: Array,
     firsts: Array,
     seconds: Array,
     gradients: Array,
     rows: Array,
+    streams: Array,
     corrections1: Array,
     corrections2: Array,
     numbers: Array,
@@ -323,6 +315,7 @@ def adam(
     """
     beta1, share1, beta2, share2 = numbers[0], numbers[1], numbers[2], numbers[3]
     rate, epsilon, kept = numbers[4], numbers[5], numbers[6]
+    scratch = np.empty(dim, numbers.dtype)
     for i in range(rows.size):
         ahead = rows[min(i + AHEAD, rows.size - 1)] * dim
         for k in range(0, dim, 16):
@@ -330,27 +323,26 @@ def adam(
             prefetch(firsts, ahead + k)
             prefetch(seconds, ahead + k)
         start, stop, correction1, correction2 = rows[i] * dim, (rows[i] + 1) * dim, corrections1[i], corrections2[i]
-        w_, m_, v_, g_ = values[start:stop], firsts[start:stop], seconds[start:stop], gradients[i * dim : (i + 1) * dim]
+        row, m_, v_ = values[start:stop], firsts[start:stop], seconds[start:stop]
+        w_, g_ = widened_row(row, scratch), gradients[i * dim : (i + 1) * dim]
         for k in range(g_.size):
             first = m_[k] * beta1 + g_[k] * share1
             second = v_[k] * beta2 + g_[k] * g_[k] * share2
             m_[k], v_[k] = first, second
             below = np.sqrt(second / correction2) + epsilon
             w_[k] = w_[k] * kept - first / correction1 * rate / (below if below != 0 else np.float32(1))
+        store_row(row, w_, streams, i)
     return 1
 
 
-@compiled(
-    "stored[], stored[], stored[], const stored[], const int64[], stored[], stored[], stored[], int64",
-    FLOATS,
-    SUMS,
-)
+@compiled(f"stored[], wide[], wide[], {GIVEN}, const wide[], const wide[], const wide[], int64", ROWS, SUMS)
 def row_adam(
     values: Array,
     firsts: Array,
     seconds: Array,
     gradients: Array,
     rows: Array,
+    streams: Array,
     corrections1: Array,
     corrections2: Array,
     numbers: Array,
@@ -361,7 +353,7 @@ def row_adam(
         return 0
     beta1, share1, beta2, share2 = numbers[0], numbers[1], numbers[2], numbers[3]
     rate, epsilon, kept = numbers[4], numbers[5], numbers[6]
-    squares = np.empty(dim, values.dtype)
+    squares, scratch = np.empty(dim, numbers.dtype), np.empty(dim, numbers.dtype)
     for i in range(rows.size):
         ahead = rows[min(i + AHEAD, rows.size - 1)]
         prefetch(seconds, ahead)
@@ -369,25 +361,30 @@ def row_adam(
             prefetch(values, ahead * dim + k)
             prefetch(firsts, ahead * dim + k)
         start, stop, correction1 = rows[i] * dim, (rows[i] + 1) * dim, corrections1[i]
-        w_, m_, g_ = values[start:stop], firsts[start:stop], gradients[i * dim : (i + 1) * dim]
+        row, m_, g_ = values[start:stop], firsts[start:stop], gradients[i * dim : (i + 1) * dim]
+        w_ = widened_row(row, scratch)
         for k in range(g_.size):
             squares[k] = g_[k] * g_[k]
-        second = seconds[rows[i]] * beta2 + sum_of_row(squares) / values.dtype.type(dim) * share2
+        second = seconds[rows[i]] * beta2 + sum_of_row(squares) / numbers.dtype.type(dim) * share2
         seconds[rows[i]] = second
         below = np.sqrt(second / corrections2[i]) + epsilon
         if below == 0:
-            below = values.dtype.type(1)
+            below = numbers.dtype.type(1)
         for k in range(g_.size):
             first = m_[k] * beta1 + g_[k] * share1
             m_[k] = first
             w_[k] = w_[k] * kept - first / correction1 * rate / below
+        store_row(row, w_, streams, i)
     return 1
 
 
-@compiled("stored[], stored[], stored[], const stored[], const int64[], const stored[], int64", FLOATS, CONSTANTS)
-def ftrl(values: Array, zs: Array, ns: Array, gradients: Array, rows: Array, numbers: Array, dim: int) -> int:
+@compiled(f"stored[], wide[], wide[], {GIVEN}, const wide[], int64", ROWS, CONSTANTS)
+def ftrl(
+    values: Array, zs: Array, ns: Array, gradients: Array, rows: Array, streams: Array, numbers: Array, dim: int
+) -> int:
     """Update rows like `FTRL`. `numbers`: learning rate, beta, l1 and l2."""
     alpha, beta, l1, l2 = numbers[0], numbers[1], numbers[2], numbers[3]
+    scratch = np.empty(dim, numbers.dtype)
     for i in range(rows.size):
         ahead = rows[min(i + AHEAD, rows.size - 1)] * dim
         for k in range(0, dim, 16):
@@ -395,7 +392,8 @@ def ftrl(values: Array, zs: Array, ns: Array, gradients: Array, rows: Array, num
             prefetch(zs, ahead + k)
             prefetch(ns, ahead + k)
         start, stop = rows[i] * dim, (rows[i] + 1) * dim
-        w_, z_, n_, g_ = values[start:stop], zs[start:stop], ns[start:stop], gradients[i * dim : (i + 1) * dim]
+        row, z_, n_, g_ = values[start:stop], zs[start:stop], ns[start:stop], gradients[i * dim : (i + 1) * dim]
+        w_ = widened_row(row, scratch)
         for k in range(g_.size):
             total = n_[k] + g_[k] * g_[k]
             root = np.sqrt(total)
@@ -404,6 +402,7 @@ def ftrl(values: Array, zs: Array, ns: Array, gradients: Array, rows: Array, num
             below = (beta + root) / alpha + l2
             solved = ((l1 if z > 0 else -l1) - z) / (below if below != 0 else np.float32(1))
             w_[k] = np.float32(0) if abs(z) <= l1 else solved
+        store_row(row, w_, streams, i)
     return 1
 
 
@@ -425,4 +424,4 @@ def clip(out: Array, gradients: Array, most: Array, dim: int) -> int:
 
 
 OF_WORKERS = merge, add_rows, merge_halves, read_rows
-OF_SERVERS = merge, add_rows, find, insert, take_rows, put_rows, put_rows_at_random
+OF_SERVERS = merge, add_rows, find, insert, widen_rows, round_rows

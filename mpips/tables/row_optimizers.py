@@ -72,15 +72,19 @@ class RowOptimizer:
         state: Sequence[Array],
         updates: Array | None,
         step: int,
+        streams: NDArray[np.uint64],
     ) -> bool:
         """Update the rows at positions `places` of a table's arrays with the compiled loop. Gives the bits of `update`.
 
         Return False, with nothing changed, if the compiled loop is not available.
+
+        Args:
+            streams: How rows of float16 and bfloat16 are rounded (see `halves.round_into`).
         """
-        corrections = () if updates is None else self.corrections(updates, values.dtype)
-        numbers = np.array(self.numbers(step), values.dtype)
+        corrections = () if updates is None else self.corrections(updates, gradients.dtype)
+        numbers = np.array(self.numbers(step), gradients.dtype)
         flat = _flat(values, *state, gradients)
-        return bool(self.kernel(*flat, places, *corrections, numbers, values.shape[1]))
+        return bool(self.kernel(*flat, places, streams, *corrections, numbers, values.shape[1]))
 
     def corrections(self, updates: Array, dtype: np.dtype) -> Sequence[Array]:
         """Return arrays that the compiled loop reads for rows with these numbers of updates."""

@@ -84,7 +84,7 @@ class TableRows:
     ) -> None:
         self._checks_finite = checks_finite
         self.first_values = FirstValues(card)
-        self._rounding = halves.Rounding(card.key, card.stochastic) if halves.is_half(np.dtype(card.dtype)) else None
+        self._key, self._stochastic = card.key, card.stochastic
         self.optimizer = row_optimizers.decode(card.optimizer, card.numbers)
         self._file = SparseFile() if file is None else file
         # name of an array, or "words", "done" or "index" -> offset in the file
@@ -185,11 +185,21 @@ class TableRows:
         if self._counts is not None:
             counts = self._counts[at] + 1
             self._counts[at] = counts
-        if self._rounding is not None:
-            self._update_halves(self._rounding, at, ids, gradients, counts, step)
-        elif not self.optimizer.update_at(at, self._values, gradients, self._state, counts, step):
-            self._update_blocks(at, gradients, counts, step)
+        streams = halves.streams_of(self._key, ids, step) if self._stochastic else halves.NEAREST
+        if not self.optimizer.update_at(at, self._values, gradients, self._state, counts, step, streams):
+            self._update_blocks(at, gradients, counts, step, streams)
+        if self._checks_finite and halves.is_half(self._values.dtype):
+            self._check_finite(ids, at)
         self._note_use(at, scores)
+
+    def _check_finite(self, ids: Ids, at: Positions) -> None:
+        values = self._values[at]
+        if not (fine := np.isfinite(values)).all():
+            row, column = np.argwhere(~fine)[0]
+            raise FloatingPointError(
+                f"a value of the row of id {ids[row]} is {values[row, column]} in {values.dtype.name}: look at the "
+                "learning rate and the gradients, or give the table dtype='float32'"
+            )
 
     def set_rows(self, ids: Ids, values: Array, scores: Array | None = None) -> None:
         """Set the rows of distinct ids to values (k, dim). Rows that do not exist are made. State stays as it is."""
@@ -216,40 +226,20 @@ class TableRows:
         self.excess_rows += excess
 
     @quiet
-    def _update_blocks(self, at: Positions, gradients: Array, counts: Array | None, step: int) -> None:
+    def _update_blocks(
+        self, at: Positions, gradients: Array, counts: Array | None, step: int, streams: NDArray[np.uint64]
+    ) -> None:
         """Update the rows at these positions in blocks. Temporary arrays of a block fit into the cache."""
         step_rows = max(1, BLOCK_BYTES // self.row_bytes)
 
         def update(block: slice, rows: Sequence[Array]) -> None:
             values, *state = rows
-            self.optimizer.update(values, gradients[block], state, None if counts is None else counts[block], step)
+            wide = values.astype(gradients.dtype, copy=False)
+            self.optimizer.update(wide, gradients[block], state, None if counts is None else counts[block], step)
+            if wide is not values:
+                halves.round_into(values, wide, streams[block])
 
         update_in_blocks(at, [self._values, *self._state], step_rows, update)
-
-    @quiet
-    def _update_halves(
-        self, rounding: halves.Rounding, at: Positions, ids: Ids, gradients: Array, counts: Array | None, step: int
-    ) -> None:
-        """Update rows of float16 or bfloat16 in blocks, by float32 copies of a block's rows. Gradients are float32."""
-        step_rows = max(1, BLOCK_BYTES // self.row_bytes)
-        for start in range(0, len(at), step_rows):
-            block = slice(start, start + step_rows)
-            places = at[block]
-            here = np.arange(len(places))
-            values, *state = (halves.widened(array, places) for array in (self._values, *self._state))
-            some = None if counts is None else counts[block]
-            if not self.optimizer.update_at(here, values, gradients[block], state, some, step):
-                self.optimizer.update(values, gradients[block], state, some, step)
-            rounding.put(self._values, places, values, ids[block], step)
-            if self._checks_finite and not (fine := np.isfinite(self._values[places])).all():
-                row, column = np.argwhere(~fine)[0]
-                raise FloatingPointError(
-                    f"a value of the row of id {ids[block][row]} is {self._values[places[row], column]} in "
-                    f"{self._values.dtype.name}, and {values[row, column]:.6g} in float32: look at the learning rate "
-                    "and the gradients, or give the table dtype='float32'"
-                )
-            for array, rows in zip(self._state, state):
-                halves.put(array, places, rows)
 
     def remove(self, ids: Ids) -> int:
         """Drop the rows of those ids that have one, and return their number. No id may repeat."""

@@ -17,8 +17,8 @@ from unittest.mock import patch
 import pytest
 
 import mpips
+from mpips.tables import eviction, index, places, rows
 from mpips.tables import files as table_files
-from mpips.tables import index, places, rows
 from tests.choice import first
 from tests.mpi.mpips.support import WORLD, need, run
 from tests.mpi.mpips.table_program import Player, options_of
@@ -31,6 +31,7 @@ SMALLER = [
     (index, "MOVED_AT_ONCE", 64),
     (places, "CLEARED_AT_ONCE", 16),
     (rows, "BLOCK_BYTES", 4096),
+    (eviction, "SAMPLED", 2),
     (table_files, "PIECE_BYTES", 4096),
     (table_files, "LOADED_BYTES", 4096),
 ]

@@ -915,7 +915,7 @@ def test_an_update_that_leaves_the_range_of_float16_ends_the_generation() -> Non
         gradient = np.array([[1, 2], [3, -4e4 * (kv.rank == 0)]], np.float16)
         table.push(ids, gradient)
         said = failure(lambda: table.pushpull(ids, gradient))
-        assert "update 2 failed: a value of the row of id 9 is inf in float16, and 80000 in float32: look at" in said
+        assert "update 2 failed: a value of the row of id 9 is inf in float16: look at" in said
         assert "t" in kv.recover().torn
 
     run("dist_sync", body, servers=1, check_finite=True)

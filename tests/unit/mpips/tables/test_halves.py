@@ -12,7 +12,7 @@ import pytest
 from collectives.kernels import engine
 from mpips.store.keys.row_sums import mixed
 from mpips.tables import kernels
-from mpips.tables.halves import Rounding, rounded_at_random, widened
+from mpips.tables.halves import NEAREST, round_into, rounded_at_random, streams_of, widened
 from tests.mpi.mpips.reference_table import rounded_up_or_down
 
 HALVES = [np.dtype("float16"), np.dtype(ml_dtypes.bfloat16)]
@@ -47,7 +47,7 @@ def test_the_mean_of_rounded_numbers_is_the_number(dtype: np.dtype) -> None:
     for share in (0.5, 0.03, 0.9):
         x = np.full((count, 1), -1 - share * step, np.float32)
         values = np.zeros((count, 1), dtype)
-        Rounding(5, True).put(values, np.arange(count), x, np.arange(count), 3)
+        round_into(values, x, streams_of(5, np.arange(count), 3))
         assert set(np.unique(values.astype(np.float64))) == {-1.0, -1 - step}
         assert abs((values.astype(np.float64).mean() + 1) / -step - share) < 6 * np.sqrt(share * (1 - share) / count)
 
@@ -55,15 +55,15 @@ def test_the_mean_of_rounded_numbers_is_the_number(dtype: np.dtype) -> None:
 def test_random_numbers_depend_on_key_id_update_and_column_alone() -> None:
     rows = np.full((60, 8), 1.003, np.float32)
 
-    def put(key: int, ids: Any, update: int, at: Any) -> Any:
-        values = np.zeros((60, 8), ml_dtypes.bfloat16)
-        Rounding(key, True).put(values, at, rows[: len(ids)], ids, update)
-        return values[at].astype(np.float32)
+    def rounded(key: int, ids: Any, update: int) -> Any:
+        values = np.zeros((len(ids), 8), ml_dtypes.bfloat16)
+        round_into(values, rows[: len(ids)], streams_of(key, ids, update))
+        return values.astype(np.float32)
 
     ids = np.arange(60) - 30
-    first = put(1, ids, 7, np.arange(60))
-    assert (put(1, ids[::-1][:9].copy(), 7, np.arange(9)) == first[::-1][:9]).all()
-    for other in (put(2, ids, 7, np.arange(60)), put(1, ids, 8, np.arange(60)), put(1, ids + 60, 7, np.arange(60))):
+    first = rounded(1, ids, 7)
+    assert (rounded(1, ids[::-1][:9].copy(), 7) == first[::-1][:9]).all()
+    for other in (rounded(2, ids, 7), rounded(1, ids, 8), rounded(1, ids + 60, 7)):
         assert (other != first).any()
     assert (first != first[:, :1]).any()
 
@@ -76,8 +76,8 @@ def test_compiled_loops_round_like_numpy(dtype: np.dtype, stochastic: bool) -> N
         pytest.skip(engine.status().reason)
     x = numbers_of_all_sizes(dtype)
     x = x[~np.isnan(x)].reshape(-1, 1)
-    at, ids, found = np.random.default_rng(2).permutation(len(x)), np.arange(len(x)) * 7, []
-    loops = kernels.take_rows, kernels.put_rows, kernels.put_rows_at_random
+    ids, found = np.arange(len(x)) * 7, []
+    loops = kernels.widen_rows, kernels.round_rows
     for loop in loops:
         loop.prepare(dtype)
     engine.load_all()
@@ -85,6 +85,6 @@ def test_compiled_loops_round_like_numpy(dtype: np.dtype, stochastic: bool) -> N
     for wanted in (engine.numpy_only, nullcontext):
         values = np.zeros(x.shape, dtype)
         with wanted():
-            Rounding(3, stochastic).put(values, at, x, ids, 2)
-            found.append((values.tobytes(), widened(values, at).tobytes()))
+            round_into(values, x, streams_of(3, ids, 2) if stochastic else NEAREST)
+            found.append((values.tobytes(), widened(values).tobytes()))
     assert found[0] == found[1]

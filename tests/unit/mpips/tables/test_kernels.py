@@ -83,11 +83,12 @@ def test_decayed_and_clipped_tables_have_the_bits_of_numpy(optimizer: str, dim: 
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("dim, stochastic", [(33, False), (33, True), (130, True)])
 @pytest.mark.parametrize("optimizer", sorted(ROW_OPTIMIZERS))
-def test_half_rows_have_the_bits_of_numpy(optimizer: str, dtype: str, stochastic: bool) -> None:
-    check_bits(optimizer, 33, dtype, numbers=decayed_and_clipped(optimizer), stochastic=stochastic)
-    assert all(loop.ready(np.zeros(1, dtype)) for loop in (kernels.merge_halves, kernels.add_rows))
+def test_half_rows_have_the_bits_of_numpy(optimizer: str, dtype: str, dim: int, stochastic: bool) -> None:
+    check_bits(optimizer, dim, dtype, numbers=decayed_and_clipped(optimizer), stochastic=stochastic)
+    loops = kernels.merge_halves, kernels.add_rows, ROW_OPTIMIZERS[optimizer].kernel
+    assert all(loop.ready(np.zeros(1, dtype)) for loop in loops)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])

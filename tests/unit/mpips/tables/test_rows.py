@@ -110,9 +110,7 @@ def test_an_update_that_leaves_the_range_of_half_rows_is_an_error(dtype: str, la
         assert np.isfinite(rows.pull(ids)).all()
     silent.update(ids, gradients, 2)
     assert not np.isfinite(silent.pull(ids)[1, 1])
-    with pytest.raises(
-        FloatingPointError, match=rf"a value of the row of id 9 is inf in {dtype}, and (131008|inf) in float32"
-    ):
+    with pytest.raises(FloatingPointError, match=rf"a value of the row of id 9 is inf in {dtype}: look at"):
         table.update(ids, gradients, 2)
 
 
