@@ -3,10 +3,10 @@
     python -m examples.reproduce.torch.goodput [--replicas 8] [--minutes 30] [--every 29] [--out out] [--quick]
 
 One job trains a small transformer by DistributedDataParallel over process groups that can be made anew. At first
-nothing happens, then faults come, then nothing happens again, so that both parts see the same machine. Every second fault kills
-a replica, and a spare takes its place. The others stop a replica (SIGSTOP) for 10 s. It does not answer within the
-timeout of the group, a spare takes its place, and it becomes a spare when it wakes. The samples of a step count once,
-however often the step is done again.
+nothing happens, then faults come, then nothing happens again, so that both parts see the same machine. Every second
+fault kills a replica, and a spare takes its place. The others stop a replica (SIGSTOP) for 10 s. It does not answer
+within the timeout of the group, a spare takes its place, and it becomes a spare when it wakes. The samples of a step
+count once, however often the step is done again.
 """
 
 from __future__ import annotations
