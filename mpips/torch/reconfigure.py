@@ -54,9 +54,9 @@ LOG = log.get("mpips.torch")
 PREFIX = "mpips"
 # the tag of notes on MPI_COMM_WORLD, and of the calls that make communicators
 TAG = 7302
-# What a note says: its sender has called `reconfigure`, can make a communicator with the receiver, has the group, or
-# has given the attempt up.
-ARRIVED, READY, MADE, GIVEN_UP = range(4)
+# What a note says: its sender has called `reconfigure`, can make a communicator with the receiver, makes it now, has
+# the group, or has given the attempt up.
+ARRIVED, READY, COPYING, MADE, GIVEN_UP = range(5)
 # seconds between two looks at the thread that makes a group, and how long it may take to end after a death
 JOIN_SECONDS, GIVING_UP_SECONDS = 2e-3, 2.0
 # another rank of the job -> the communicator of this rank and that one; the lower rank of the job is rank 0
@@ -136,7 +136,7 @@ class Note(msgspec.Struct, array_like=True):
     member: int
     # the number of the attempt
     uuid: int
-    # ARRIVED, READY, MADE or GIVEN_UP
+    # ARRIVED, READY, COPYING, MADE or GIVEN_UP
     step: int
     # In ARRIVED, the digest of the handles that the sender passes, so that the receiver can compare it with its own. In
     # GIVEN_UP, the message of the error. In other notes it is empty.
@@ -382,10 +382,12 @@ class _Attempt:
         """Make a communicator of this member and another one. Blocking.
 
         Once both have said that they are ready, both call Dup, whatever else happens. If only one did, its call would
-        match the other's call of a later attempt.
+        match the other's call of a later attempt. This holds also if this process is stopped (SIGSTOP) before it hears
+        that the other one is ready, and the other one gives the attempt up while it waits in Dup.
         """
         self._tell([other], READY)
         self._wait(READY, [other])
+        self._tell([other], COPYING)
         copy = guard_comm(_pairs[self.ranks[other]].Dup())
         self._steps.append(copy)
         return copy
@@ -437,9 +439,13 @@ class _Attempt:
     def look(self, waited: float) -> None:
         """Raise if a member has given up, passes other handles, or has died.
 
-        After this member has said that it is ready (`_copy_pair`), only the awaited member counts.
+        After this member has said that it is ready (`_copy_pair`), only the awaited member counts, and nothing counts
+        once that one makes the communicator.
         """
         step, awaited = self._awaited
+        notes = self._member.notes_of(self._uuid)
+        if step == READY and all((rank, COPYING) in notes for rank in awaited):
+            return
         counted = awaited if step == READY else self.ranks
         if (error := self._said(counted)) is not None:
             raise error

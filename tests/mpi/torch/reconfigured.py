@@ -12,6 +12,7 @@ import json
 import os
 import random
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -155,8 +156,24 @@ def stopped(job: Job) -> Any:
     without = "" if ME == 1 else job.join([rank for rank in EVERYBODY if rank != 1])
     if ME == 0:
         wake_when_stopped(pid)
-    job.uuid = 1000
+    job.uuid = 4400
     return [short, late, without, job.join(EVERYBODY)]
+
+
+def stopped_meanwhile(job: Job) -> Any:
+    """A rank is stopped at some moment of a reconfigure, and goes on when the others have given up or are done."""
+    victim, seconds = job.random.choice(EVERYBODY), job.random.uniform(0, 0.03)
+    handles, waker = job.collect("stopped", EVERYBODY), (victim + 1) % WORKERS
+    if victim == ME:
+        threading.Timer(seconds, stop_here).start()
+    error = heard(lambda: dist._reconfigure(4501, handles, timeout=SHORT).wait())
+    if waker == ME:
+        wake_when_stopped(int(job.store.get(f"pid/{victim}")))
+    # A rank that has given up may still be in MPI until the other one has gone on.
+    tries = [job.join(EVERYBODY)]
+    while tries[-1]:
+        tries.append(job.join(EVERYBODY))
+    return [error, tries]
 
 
 def shrink(job: Job) -> Any:
@@ -241,6 +258,7 @@ CASES: tuple[tuple[Callable[[Job], Any], range], ...] = (
     (outsider, range(WORKERS)),
     (absent, range(WORKERS)),
     (stopped, range(WORKERS)),
+    (stopped_meanwhile, range(WORKERS)),
     (shrink, range(WORKERS)),
     (grow, range(WORKERS + 1)),
     (shrink_and_grow, range(WORKERS + 2)),
