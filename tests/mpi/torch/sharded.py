@@ -31,10 +31,11 @@ GROUPS: tuple[tuple[list[int], int | None], ...] = (([0, 1, 2, 3], 1), ([2, 3, 0
 class Sharded:
     """A model and its optimizer, sharded over the present group, with several replicas of each shard."""
 
-    def __init__(self) -> None:
-        shape = dist.get_world_size() // SHARDS, SHARDS
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replica", "shard"))
-        self.replicas = mesh.get_group("replica")
+    def __init__(self, number: int) -> None:
+        shape, names = (dist.get_world_size() // SHARDS, SHARDS), (f"replica{number}", f"shard{number}")
+        # PyTorch takes meshes of equal shapes and names for the same, and would go on using the groups of the old one.
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        self.replicas = mesh.get_group(0)
         self.model = network()
         for layer in (self.model[0], self.model[2], self.model):
             fully_shard(layer, mesh=mesh)
@@ -85,7 +86,7 @@ def main(folder: Path) -> None:
             continue
         assert not (said := job.join(ranks)), said
         state = [done, sharded and sharded.shard()]
-        sharded = Sharded()
+        sharded = Sharded(number)
         if number:
             dist.broadcast_object_list(state, group=sharded.replicas, group_src=0)
             sharded.load(state[1])
