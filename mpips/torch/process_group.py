@@ -76,7 +76,9 @@ class ProcessGroup(dist.ProcessGroup):
     # PyTorch's split_group reads this, and then raises an error.
     supports_splitting = False
 
-    def __init__(self, comm: MPI.Intracomm, timeout: timedelta, member: GroupMember | None = None) -> None:
+    def __init__(
+        self, comm: MPI.Intracomm, timeout: timedelta, member: GroupMember | None = None, outlived: bool = False
+    ) -> None:
         super().__init__(comm.rank, comm.size)
         # this process as a member of the groups that `reconfigure` makes, or None
         self._member = member
@@ -85,7 +87,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._timeout = timeout
         self._name = ""
         self._sequence = 0
-        self._use(GroupJobs(comm, timeout.total_seconds()))
+        self._use(GroupJobs(comm, timeout.total_seconds(), outlived))
 
     @classmethod
     def without_members(cls, rank: int, size: int, timeout: timedelta, member: GroupMember) -> ProcessGroup:
@@ -405,7 +407,7 @@ class ProcessGroup(dist.ProcessGroup):
 
         with home.failing("new_group"), CommCreationGuard(self.comm, is_hopeless):
             members = self.comm.group.Incl(ranks)
-            part = ProcessGroup(guard_comm(self.comm.Create_group(members, TAG)), timeout)
+            part = ProcessGroup(guard_comm(self.comm.Create_group(members, TAG)), timeout, outlived=True)
         # Members of different parts wait for each other, by way of other parts. If a process of this group dies, also
         # those that wait for a living one must give up.
         communicator(part.comm).set_enclosing_look(home.look_at_all)

@@ -345,7 +345,7 @@ class _Attempt:
         """Make the communicators, and wait until all members have them. Collective over the members, blocking."""
         own = MPI.COMM_SELF.Dup()
         with CommCreationGuard(own, lambda: self._failure() is not None) as guard:
-            self._jobs = jobs = GroupJobs(self._merge_all(own), timeout_seconds)
+            self._jobs = jobs = GroupJobs(self._merge_all(own), timeout_seconds, outlived=True)
             self._tell(everybody, MADE)
             self._wait(MADE, everybody)
         if guard.broken:
