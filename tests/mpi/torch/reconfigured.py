@@ -12,7 +12,6 @@ import json
 import os
 import random
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -160,22 +159,6 @@ def stopped(job: Job) -> Any:
     return [short, late, without, job.join(EVERYBODY)]
 
 
-def stopped_meanwhile(job: Job) -> Any:
-    """A rank is stopped at some moment of a reconfigure, and goes on when the others have given up or are done."""
-    victim, seconds = job.random.choice(EVERYBODY), job.random.uniform(0, 0.03)
-    handles, waker = job.collect("stopped", EVERYBODY), (victim + 1) % WORKERS
-    if victim == ME:
-        threading.Timer(seconds, stop_here).start()
-    error = heard(lambda: dist._reconfigure(4501, handles, timeout=SHORT).wait())
-    if waker == ME:
-        wake_when_stopped(int(job.store.get(f"pid/{victim}")))
-    # A rank that has given up may still be in MPI until the other one has gone on.
-    tries = [job.join(EVERYBODY)]
-    while tries[-1]:
-        tries.append(job.join(EVERYBODY))
-    return [error, tries]
-
-
 def shrink(job: Job) -> Any:
     """Rank 1 dies while the others wait for it."""
     works = [dist.all_reduce(torch.ones(3), async_op=True), dist.all_reduce(torch.ones(3), async_op=True)]
@@ -258,7 +241,6 @@ CASES: tuple[tuple[Callable[[Job], Any], range], ...] = (
     (outsider, range(WORKERS)),
     (absent, range(WORKERS)),
     (stopped, range(WORKERS)),
-    (stopped_meanwhile, range(WORKERS)),
     (shrink, range(WORKERS)),
     (grow, range(WORKERS + 1)),
     (shrink_and_grow, range(WORKERS + 2)),
