@@ -163,7 +163,7 @@ def command(
     """Train on 8 replicas while every 29 s one of them is killed or stopped for 10 s."""
     settle = SETTLE_SECONDS
     if quick:
-        replicas, minutes, every, stopped, without, settle = 2, 0.2, 6.0, 2.0, 0.05, 1.0
+        replicas, minutes, every, stopped, without, timeout, settle = 2, 0.4, 12.0, 6.0, 0.1, 2.0, 1.0
     seconds, pause = 60 * minutes, 60 * without
     # Every second fault kills. One more stands in for what is stopped, and one is left over.
     spares = math.ceil(seconds / every / 2) + 2

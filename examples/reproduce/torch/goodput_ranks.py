@@ -39,20 +39,21 @@ ME, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 LEARNING_RATE = 1e-3
 # steps between two looks at whether training shall end
 LOOK_STEPS = 50
-# Seconds that members of a group wait for each other before they go on without those that do not come. In the first
-# group, they wait until the others have started.
-GRACE_SECONDS, START_SECONDS = 0.2, 600.0
-# seconds that making a group may take
-MAKING_SECONDS = 3.0
+# How long members of a group wait for each other before they go on without those that do not come, and how long making
+# a group may take, as multiples of the group's timeout.
+GRACE, MAKING = 0.4, 6.0
+# seconds that the members of the first group wait for each other while they start
+START_SECONDS = 600.0
 POLL_SECONDS = 0.005
 
 
 class Membership:
     """This process as a replica or as a spare."""
 
-    def __init__(self, store: dist.Store, replicas: int) -> None:
+    def __init__(self, store: dist.Store, replicas: int, timeout_seconds: float) -> None:
         self._store = store
         self._replicas = replicas
+        self._timeout_seconds = timeout_seconds
         # the number of the latest group that this process knows, and its ranks in the job
         self._number = 0
         self.ranks = list(range(replicas))
@@ -74,9 +75,8 @@ class Membership:
             if ME not in self.ranks:
                 continue
             try:
-                dist._reconfigure(
-                    self._number, list(members.values()), timeout=timedelta(seconds=MAKING_SECONDS)
-                ).wait()
+                making = timedelta(seconds=MAKING * self._timeout_seconds)
+                dist._reconfigure(self._number, list(members.values()), timeout=making).wait()
                 return
             except RuntimeError as error:
                 if "end its process" in str(error):
@@ -90,7 +90,7 @@ class Membership:
         """
         group = f"group {self._number}"
         self._store.set(f"{group}/{ME}", json.dumps([steps, dist._get_reconfigure_handle()]))
-        deadline = time.monotonic() + (GRACE_SECONDS if self._number > 1 else START_SECONDS)
+        deadline = time.monotonic() + (GRACE * self._timeout_seconds if self._number > 1 else START_SECONDS)
         while not self._store.check([group]):
             # MPI hears of deaths in its calls only.
             MPI.COMM_SELF.Iprobe()
@@ -158,7 +158,7 @@ def main(port: int, replicas: int, batch: int, timeout_seconds: float) -> None:
         enable_reconfigure=True,
         timeout=timedelta(seconds=timeout_seconds),
     )
-    membership, trained, steps, last = Membership(store, replicas), None, 0, 0
+    membership, trained, steps, last = Membership(store, replicas, timeout_seconds), None, 0, 0
     while not last or steps < last:
         try:
             if trained is None:
