@@ -191,7 +191,7 @@ def command(
 
 def show(report: dict[str, Any]) -> None:
     table = Table(title=f"{report['replicas']} replicas, {report['spares']} spares")
-    for column in ("fault", "times", "longest time between two steps, s: median", "most"):
+    for column in ("fault", "times", "pause, s: median", "most"):
         table.add_column(column, justify="left" if column == "fault" else "right")
     for kind in ("kill", "stop"):
         gaps = [fault["seconds"] for fault in report["faults"] if fault["kind"] == kind]
