@@ -16,7 +16,6 @@ from mpi4py import MPI
 
 from mpips.address import find_address
 from mpips.collectives import log
-from mpips.collectives.communicator import communicator
 from mpips.collectives.errors import of_caller
 from mpips.collectives.fabric.requests import ArrivalBarrier
 from mpips.collectives.fabric.wait import Limits, read_limits
@@ -24,7 +23,7 @@ from mpips.ending.process import before_mpi_ends
 from mpips.store.create import why_deaths_end_job, workers_of
 from mpips.store.options import read as read_options
 from mpips.store.world import MASTER, PORT, RANK, SIZE, launched_as, lost, without_place
-from mpips.torch.process_group import ProcessGroup
+from mpips.torch.process_group import TAG, ProcessGroup
 from mpips.torch.reconfigure import GroupMember, make_pairs
 from mpips.torch.samplers import watch_samplers
 from mpips.torch.tensors import ArgumentError
@@ -32,8 +31,6 @@ from mpips.torch.works import communication
 
 LOG = log.get("mpips.torch")
 NAME = "mpips"
-# MPI uses this tag for the messages that create a communicator for a subset of the ranks.
-TAG = 7301
 # an environment variable that only torchrun sets
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 
@@ -78,14 +75,12 @@ def _create_group(options: Any, group_options: Any = None) -> ProcessGroup:
         ArgumentError: The given rank or size differs from MPI's.
     """
     check_joined()
-    ranks, world = list(options.global_ranks_in_group), workers_of(MPI.COMM_WORLD)
+    ranks, world, default = list(options.global_ranks_in_group), workers_of(MPI.COMM_WORLD), dist.group.WORLD
     # The attribute came with PyTorch 2.14.
     if getattr(options, "enable_reconfigure", False):
         return _begin_reconfigurable(options, world)
-    default = dist.group.WORLD
     if isinstance(default, ProcessGroup) and default.supports_reconfigure:
-        world = default.comm
-        communicator(world).check()
+        return default.make_part(ranks, options.timeout)
     if not ranks or len(ranks) == world.size:
         _check_place(options.group_rank, options.group_size, world)
         LOG.info("a process group of all %d ranks begins", world.size)

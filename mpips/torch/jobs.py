@@ -52,11 +52,21 @@ class GroupJobs:
     """Creates the jobs of one group. Creating a GroupJobs is collective.
 
     A job runs in `collectives` if that package has the operation. Otherwise the job makes MPI's own calls.
+
+    Args:
+        outlived: True if the processes of the group may go on without it. Then no rank accesses the private memory of
+            another one:
+
+            1. A process is stopped (SIGSTOP) in a collective. The others wait until the timeout, and make a new group.
+            2. They use the memory of the collective for something else.
+            3. The stopped process goes on, and writes the rest of its result there.
     """
 
-    def __init__(self, comm: MPI.Intracomm, timeout_seconds: float) -> None:
+    def __init__(self, comm: MPI.Intracomm, timeout_seconds: float, outlived: bool = False) -> None:
         self.comm = comm
         self._home = communicator(comm)
+        if outlived:
+            self._home.board.memory.reachable = False
         self._home.set_limits(self._home.limits.stall_seconds, max(timeout_seconds, LEAST_SECONDS))
         self._comm_of_messages = guard_comm(comm.Dup())
         self.messages = Messages(self._comm_of_messages)

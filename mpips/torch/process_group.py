@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, _allow_inflight_collective_as_graph_input
 
 from mpips.collectives.communicator import communicator
+from mpips.collectives.fabric.failure import CommCreationGuard, dead_ranks, guard_comm
 from mpips.torch.direct import reduce_at_once
 from mpips.torch.dispatch import listened
 from mpips.torch.jobs import LEAST_SECONDS, GroupJobs, Tensors, check_alike, check_types, deal, in_turn
@@ -37,6 +38,8 @@ from mpips.torch.works import GroupJob, Work, communication
 
 Allgather: TypeAlias = "AllgatherOptions | None"
 ReduceScatter: TypeAlias = "dist.ReduceScatterOptions | None"
+# MPI uses this tag for the messages that create a communicator for a subset of the ranks.
+TAG = 7301
 COLLECTIVES = (
     "allreduce",
     "allreduce_coalesced",
@@ -73,14 +76,18 @@ class ProcessGroup(dist.ProcessGroup):
     # PyTorch's split_group reads this, and then raises an error.
     supports_splitting = False
 
-    def __init__(self, comm: MPI.Intracomm, timeout: timedelta, member: GroupMember | None = None) -> None:
+    def __init__(
+        self, comm: MPI.Intracomm, timeout: timedelta, member: GroupMember | None = None, outlived: bool = False
+    ) -> None:
         super().__init__(comm.rank, comm.size)
         # this process as a member of the groups that `reconfigure` makes, or None
         self._member = member
+        # the groups of `new_group`, which end with this one
+        self._parts: list[ProcessGroup] = []
         self._timeout = timeout
         self._name = ""
         self._sequence = 0
-        self._use(GroupJobs(comm, timeout.total_seconds()))
+        self._use(GroupJobs(comm, timeout.total_seconds(), outlived))
 
     @classmethod
     def without_members(cls, rank: int, size: int, timeout: timedelta, member: GroupMember) -> ProcessGroup:
@@ -371,16 +378,41 @@ class ProcessGroup(dist.ProcessGroup):
         """
         member = self._found_member("reconfigure")
         handles, timeout = member.check(opts.uuid, opts.handles), opts.timeout or self._timeout
-        self._jobs.end(f"rank {self.comm.rank} has reconfigured its process group{member.name_deaths(self.comm)}")
+        sentence = f"rank {self.comm.rank} has reconfigured its process group{member.name_deaths(self.comm)}"
+        for group in (self, *self._parts):
+            group._jobs.end(sentence)
         jobs = member.make(
             opts.uuid, handles, max(timeout.total_seconds(), LEAST_SECONDS), self._timeout.total_seconds()
         )
-        self._jobs.leave()
+        for group in (*self._parts, self):
+            group._jobs.leave()
+        self._parts = []
         self._use(jobs)
         names = dist.distributed_c10d._world.pg_group_ranks
         if self in names:
             names[self] = {rank: rank for rank in range(self.comm.size)}
         return Work(None, None, self._sequence, [])
+
+    def make_part(self, ranks: Sequence[int], timeout: timedelta) -> ProcessGroup:
+        """Make a group of these ranks of this group, which ends when this group ends. Collective over them, blocking.
+
+        Raises:
+            CollectiveError: This group has ended, or one of its processes has died.
+        """
+        home = communicator(self.comm)
+        home.check()
+
+        def is_hopeless() -> bool:
+            return home.end_announced() or bool(dead_ranks(self.comm))
+
+        with home.failing("new_group"), CommCreationGuard(self.comm, is_hopeless):
+            members = self.comm.group.Incl(ranks)
+            part = ProcessGroup(guard_comm(self.comm.Create_group(members, TAG)), timeout, outlived=True)
+        # Members of different parts wait for each other, by way of other parts. If a process of this group dies, also
+        # those that wait for a living one must give up.
+        communicator(part.comm).set_enclosing_look(home.look_at_all)
+        self._parts.append(part)
+        return part
 
     def _found_member(self, what: str) -> GroupMember:
         if self._member is None:

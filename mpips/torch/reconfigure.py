@@ -54,9 +54,9 @@ LOG = log.get("mpips.torch")
 PREFIX = "mpips"
 # the tag of notes on MPI_COMM_WORLD, and of the calls that make communicators
 TAG = 7302
-# What a note says: its sender has called `reconfigure`, can make a communicator with the receiver, has the group, or
-# has given the attempt up.
-ARRIVED, READY, MADE, GIVEN_UP = range(4)
+# What a note says: its sender has called `reconfigure`, can make a communicator with the receiver, makes it now, has
+# the group, or has given the attempt up.
+ARRIVED, READY, COPYING, MADE, GIVEN_UP = range(5)
 # seconds between two looks at the thread that makes a group, and how long it may take to end after a death
 JOIN_SECONDS, GIVING_UP_SECONDS = 2e-3, 2.0
 # another rank of the job -> the communicator of this rank and that one; the lower rank of the job is rank 0
@@ -136,7 +136,7 @@ class Note(msgspec.Struct, array_like=True):
     member: int
     # the number of the attempt
     uuid: int
-    # ARRIVED, READY, MADE or GIVEN_UP
+    # ARRIVED, READY, COPYING, MADE or GIVEN_UP
     step: int
     # In ARRIVED, the digest of the handles that the sender passes, so that the receiver can compare it with its own. In
     # GIVEN_UP, the message of the error. In other notes it is empty.
@@ -332,12 +332,11 @@ class _Attempt:
         while maker.is_alive():
             maker.join(JOIN_SECONDS)
             _receive_notes()
-            if not self._is_hopeless():
+            if (failure := self._failure()) is None:
                 hopeless = Clock()
             elif hopeless.seconds() > GIVING_UP_SECONDS and not made:
                 _given_up.append(maker)
-                late = f"{self._what} has taken longer than {self._seconds:.3g} s"
-                raise CollectiveError(self._death()) if self._dead() else self._said() or StallError(late)
+                raise failure
         if isinstance(made[0], BaseException):
             raise made[0]
         return made[0]
@@ -345,12 +344,12 @@ class _Attempt:
     def _make(self, everybody: Collection[int], timeout_seconds: float) -> GroupJobs:
         """Make the communicators, and wait until all members have them. Collective over the members, blocking."""
         own = MPI.COMM_SELF.Dup()
-        with CommCreationGuard(own, self._is_hopeless) as guard:
-            self._jobs = jobs = GroupJobs(self._merge_all(own), timeout_seconds)
+        with CommCreationGuard(own, lambda: self._failure() is not None) as guard:
+            self._jobs = jobs = GroupJobs(self._merge_all(own), timeout_seconds, outlived=True)
             self._tell(everybody, MADE)
             self._wait(MADE, everybody)
         if guard.broken:
-            raise CollectiveError(self._death() or f"{self._what} has taken longer than {self._seconds:.3g} s")
+            raise self._failure() or CollectiveError(f"{self._what} has failed")
         for comm in self._steps:
             comm.Free()
         return jobs
@@ -382,10 +381,12 @@ class _Attempt:
         """Make a communicator of this member and another one. Blocking.
 
         Once both have said that they are ready, both call Dup, whatever else happens. If only one did, its call would
-        match the other's call of a later attempt.
+        match the other's call of a later attempt. This holds also if this process is stopped (SIGSTOP) before it hears
+        that the other one is ready, and the other one gives the attempt up while it waits in Dup.
         """
         self._tell([other], READY)
         self._wait(READY, [other])
+        self._tell([other], COPYING)
         copy = guard_comm(_pairs[self.ranks[other]].Dup())
         self._steps.append(copy)
         return copy
@@ -406,10 +407,10 @@ class _Attempt:
     def _explain(self, error: MPI.Exception) -> CollectiveError:
         """Return the error that tells why MPI has raised. The report of a death may come later than MPI's error."""
         clock = Clock()
-        while not (said := self._said()) and not self._dead() and clock.seconds() < DEATH_SECONDS:
+        while not (failure := self._failure()) and clock.seconds() < DEATH_SECONDS:
             _receive_notes()
             time.sleep(1e-3)
-        return said or CollectiveError(self._death() or f"{self._what} has failed in MPI: {error}")
+        return failure or CollectiveError(f"{self._what} has failed in MPI: {error}")
 
     def _tell(self, places: Iterable[int], step: int, text: str = "", kind: int = 0) -> None:
         """Send a note to the members with these new ranks. Does not block."""
@@ -437,18 +438,26 @@ class _Attempt:
     def look(self, waited: float) -> None:
         """Raise if a member has given up, passes other handles, or has died.
 
-        After this member has said that it is ready (`_copy_pair`), only the awaited member counts.
+        After this member has said that it is ready (`_copy_pair`), only the awaited member counts, and nothing counts
+        once that one makes the communicator.
         """
         step, awaited = self._awaited
+        notes = self._member.notes_of(self._uuid)
+        if step == READY and all((rank, COPYING) in notes for rank in awaited):
+            return
         counted = awaited if step == READY else self.ranks
         if (error := self._said(counted)) is not None:
             raise error
         if self.late() and {*counted} & {*self._dead()}:
-            raise CollectiveError(self._death())
+            raise self._death()
 
-    def _is_hopeless(self) -> bool:
-        """True if the attempt can only fail."""
-        return self._clock.seconds() > self._seconds or bool(self._dead()) or self._said() is not None
+    def _failure(self) -> CollectiveError | None:
+        """Return the error of an attempt that can only fail, or None."""
+        if self._dead():
+            return self._death()
+        if (said := self._said()) is not None or self._clock.seconds() <= self._seconds:
+            return said
+        return StallError(f"{self._what} has taken longer than {self._seconds:.3g} s")
 
     def _said(self, ranks: Collection[int] | None = None) -> CollectiveError | None:
         """Return the error of which the notes of these ranks of the job (None: of all members) tell, or None."""
@@ -466,10 +475,8 @@ class _Attempt:
     def _dead(self) -> list[int]:
         return sorted({*self.ranks} & {*dead_ranks(MPI.COMM_WORLD)})
 
-    def _death(self) -> str:
-        """Return a sentence that names the members that have died, or ""."""
-        dead = self._dead()
-        return f"{self._what}: {_have_died(dead)} meanwhile: reconfigure without what has died" if dead else ""
+    def _death(self) -> CollectiveError:
+        return CollectiveError(f"{self._what}: {_have_died(self._dead())} meanwhile: reconfigure without what has died")
 
 
 def _have_died(ranks: Sequence[int]) -> str:

@@ -303,7 +303,11 @@ class Communication:
             raise of_caller(
                 RuntimeError("reconfigure: call it from a thread of the program, not from a work's callback")
             )
-        while any(job.home is home for job in (*self._jobs, *(job for job, _ in self._under_way))):
+        while True:
+            with self._state:
+                jobs = [*self._jobs, *(job for job, _ in list(self._under_way))]
+            if all(job.home is not home for job in jobs):
+                return
             time.sleep(NAP_SECONDS)
 
     def close(self) -> None:
@@ -337,15 +341,13 @@ class Communication:
         may be waiting in a different job.
         """
         moved = time.monotonic()
-        while not until() and ((job := self._next_job()) or self._under_way):
+        while not until() and ((has_begun := self._begin_next_job()) or self._under_way):
             before = len(self._under_way)
-            if job is not None:
-                self._under_way.append((job, job.steps()))
             for each in list(self._under_way):
                 # The callback of another job's future may have run this job to its end meanwhile.
                 if each in self._under_way:
                     self._take_step(*each)
-            if job is not None or len(self._under_way) < before:
+            if has_begun or len(self._under_way) < before:
                 moved = time.monotonic()
             elif time.monotonic() - moved < YIELD_SECONDS:
                 os.sched_yield()
@@ -363,16 +365,18 @@ class Communication:
             self._under_way.remove((job, steps))
             job.future.set_exception(as_backend_error(error))
 
-    def _next_job(self) -> GroupJob | None:
-        """Take the next job whose communicator has no unfinished earlier job, or return None."""
+    def _begin_next_job(self) -> bool:
+        """Begin the next job whose communicator has no unfinished earlier job. Return False if there is none."""
         taken = {job.order for job, _ in self._under_way} - {None}
         with self._state:
             for place, job in enumerate(self._jobs):
                 if job.order not in taken:
+                    # Under the lock, so that `wait_for` finds the job in one of the two lists.
                     del self._jobs[place]
-                    return job
+                    self._under_way.append((job, job.steps()))
+                    return True
                 taken.add(job.order)
-        return None
+        return False
 
 
 # the only instance in a process

@@ -1,4 +1,4 @@
-"""Let ranks of a job die at chosen moments, and let workers wait for these deaths before the job ends."""
+"""Let ranks of a job die or stop at chosen moments, and let workers wait for these deaths before the job ends."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from mpi4py import MPI
 
 from collectives.fabric.failure import dead_ranks
+from collectives.machine import read_stat
 
 LOOK_SECONDS = 5e-4
 
@@ -30,6 +31,18 @@ def die_later(begun: Path, seconds: float) -> None:
         die()
 
     threading.Thread(target=wait, daemon=True).start()
+
+
+def stop_here() -> None:
+    """Stop this process until another one wakes it."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def wake_when_stopped(pid: int) -> None:
+    """Block until a process is stopped, and let it go on."""
+    while read_stat(pid)[0] != b"T":
+        time.sleep(LOOK_SECONDS)
+    os.kill(pid, signal.SIGCONT)
 
 
 def wait_until_dead(ranks: Iterable[int]) -> None:

@@ -9,6 +9,7 @@ seconds of each process.
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 import time
@@ -23,7 +24,7 @@ from mpi4py import MPI
 from torch import nn
 
 import mpips.torch
-from tests.mpi.deaths import die, die_later, wait_until_dead
+from tests.mpi.deaths import die, die_later, stop_here, wait_until_dead, wake_when_stopped
 from tests.mpi.torch.support import heard
 
 LIMIT, SHORT = timedelta(seconds=60), timedelta(seconds=1)
@@ -138,6 +139,26 @@ def absent(job: Job) -> Any:
     return [late, job.join(EVERYBODY)]
 
 
+def stopped(job: Job) -> Any:
+    """Rank 1 is stopped, at first until the others wait for it, then for longer than they may wait."""
+    job.store.set(f"pid/{ME}", str(os.getpid()))
+    pid = int(job.store.get("pid/1"))
+    if ME == 1:
+        stop_here()
+    waits = dist.all_reduce(torch.ones(3), async_op=True)
+    if ME == 0:
+        wake_when_stopped(pid)
+    short = heard(waits.wait)
+    if ME == 1:
+        stop_here()
+    late = heard(lambda: dist.monitored_barrier(timeout=SHORT))
+    without = "" if ME == 1 else job.join([rank for rank in EVERYBODY if rank != 1])
+    if ME == 0:
+        wake_when_stopped(pid)
+    job.uuid = 4400
+    return [short, late, without, job.join(EVERYBODY)]
+
+
 def shrink(job: Job) -> Any:
     """Rank 1 dies while the others wait for it."""
     works = [dist.all_reduce(torch.ones(3), async_op=True), dist.all_reduce(torch.ones(3), async_op=True)]
@@ -219,6 +240,7 @@ CASES: tuple[tuple[Callable[[Job], Any], range], ...] = (
     (stale, range(WORKERS)),
     (outsider, range(WORKERS)),
     (absent, range(WORKERS)),
+    (stopped, range(WORKERS)),
     (shrink, range(WORKERS)),
     (grow, range(WORKERS + 1)),
     (shrink_and_grow, range(WORKERS + 2)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from io import BytesIO
 from pathlib import Path
@@ -30,13 +31,18 @@ _seen: dict[int, dict[int, dict[str, Any]]] = {}
 def seen(case: str, workers: int, folder: Path, seed: int = 1) -> dict[int, Any]:
     """Return what the ranks of one job have seen in a case. All cases of as many workers are of the same job."""
     if workers not in _seen:
-        start = [sys.executable, "-m", "launch.cli", "run", "-w", str(workers), "--spares", "2"]
-        said = BytesIO()
-        words = ["-m", "tests.mpi.torch.reconfigured", str(folder), str(seed), *(["ddp"] if workers == 3 else [])]
-        code = child.run([*start, *words], JOB_LIMIT, ROOT, said)
-        assert not code, said.getvalue().decode(errors="replace")[-3000:]
-        _seen[workers] = {int(path.stem[5:]): json.loads(path.read_text()) for path in folder.glob("rank-*.json")}
+        trains = ["ddp"] if workers == 3 else []
+        _seen[workers] = run("tests.mpi.torch.reconfigured", folder, workers, 2, str(seed), *trains)
     return {rank: one[case] for rank, one in _seen[workers].items() if case in one}
+
+
+def run(program: str, folder: Path, workers: int, spares: int, *words: str) -> dict[int, Any]:
+    """Run a job and return what each rank has written to the folder, by its rank in the job."""
+    start = [sys.executable, "-m", "launch.cli", "run", "-w", str(workers), "--spares", str(spares)]
+    said = BytesIO()
+    code = child.run([*start, "-m", program, str(folder), *words], JOB_LIMIT, ROOT, said)
+    assert not code, said.getvalue().decode(errors="replace")[-3000:]
+    return {int(path.stem[5:]): json.loads(path.read_text()) for path in folder.glob("rank-*.json")}
 
 
 def ours(function: Any) -> Any:
@@ -96,6 +102,15 @@ def test_one_that_does_not_come_is_named_at_the_timeout(tmp_path: Path, workers:
 
 
 @ours
+def test_one_that_is_stopped_is_awaited_until_the_timeout(tmp_path: Path, workers: int) -> None:
+    """When it wakes, it hears why the group has ended, and can be in the next one."""
+    found = seen("stopped", workers, tmp_path)
+    assert found
+    for short, late, without, after in found.values():
+        assert short == without == after == "" and "rank 1 has not come" in late, found
+
+
+@ours
 def test_the_survivors_of_a_kill_go_on(tmp_path: Path, workers: int) -> None:
     found = seen("shrink", workers, tmp_path)
     assert found
@@ -126,6 +141,19 @@ def test_a_death_during_reconfigure_is_an_error_soon(tmp_path: Path, workers: in
     for one in found.values():
         assert one["error"] and one["took"] < 10, one
         assert one["left"] == ""
+
+
+@pytest.mark.core(1)
+@pytest.mark.slow
+@only_on(1)
+@needs_ulfm
+@needs_interface
+def test_a_lost_shard_comes_from_a_replica_of_it(tmp_path: Path) -> None:
+    """FSDP2 trains on after two deaths: a spare takes the first one's place, then there is one replica less."""
+    found = run("tests.mpi.torch.sharded", tmp_path, 4, 1)
+    assert sorted(found) == [2, 3, 4]
+    assert all(re.search("rank [01]", said) for one in found.values() for said in one["errors"]), found
+    assert found[2]["near"] and found[3]["near"]
 
 
 @needs_interface

@@ -1,4 +1,4 @@
-"""The short forms of the comparisons with PyTorch's and JAX's own collectives end well and leave their JSON."""
+"""The short forms of programs that measure training with PyTorch and JAX end well and leave their JSON."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from mpi4py import MPI
 
+from launch import find
 from tests.child import outside
 
 ALONE = pytest.mark.skipif(MPI.COMM_WORLD.size != 1, reason="starts a job of its own; once is enough")
@@ -42,3 +43,16 @@ def test_jax_is_measured_beside_its_own_collectives(tmp_path: Path) -> None:
         (nbytes, who) for nbytes in (8, 16384) for who in ("mpips", "gloo")
     }
     assert all(row["alone_s"] > 0 and row["in_a_loop_s"] > 0 for row in rows)
+
+
+@ALONE
+@pytest.mark.full
+@pytest.mark.skipif(find(python=sys.executable).flavour == "mpich", reason="a death ends every job of this MPI")
+def test_goodput_is_measured_while_replicas_are_killed_and_stopped(tmp_path: Path) -> None:
+    pytest.importorskip("torch", "2.14")
+    command = [sys.executable, "-m", "examples.reproduce.torch.goodput", "--quick", "--out", str(tmp_path)]
+    done = subprocess.run(command, env=outside(), capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}"
+    report = json.loads((tmp_path / "reproduce-goodput.json").read_text())
+    assert [fault["kind"] for fault in report["faults"]] == ["kill", "stop"] and not report["left"]
+    assert len(set(report["checksums"])) == 1 and report["samples_per_second_with"] > 0
