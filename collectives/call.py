@@ -39,7 +39,7 @@ class Runner(Protocol):
     # Runs the call, if possible to its end. Returns DONE, or a code that says how far the call has come; see
     # `node.executor`.
     fast: Callable[[], int]
-    # True if the runner has allocated work vectors
+    # True if the runner has allocated memory for work vectors
     holds: bool
 
     def steps(self) -> Iterator[None]:
@@ -118,11 +118,11 @@ class Call:
         return source * (stop - start), (source + 1) * (stop - start)
 
     def extent_of_x(self, rank: int, in_place: bool) -> tuple[int, int]:
-        """Return the interval of the whole vector that the argument `x` holds."""
+        """Return which interval of the whole vector the argument `x` holds on this rank."""
         return self.block(rank) if self.kind == "allgather" and not in_place else (0, self.n)
 
     def extent_of_out(self, rank: int, in_place: bool) -> tuple[int, int]:
-        """Return the interval of the whole vector that `out` holds. In place, `out` is `x`."""
+        """Return which interval of the whole vector `out` holds on this rank. In place, `out` is `x`."""
         return self.block(rank) if self.kind == "reduce_scatter" and not in_place else (0, self.n)
 
     def sizes(self, rank: int) -> tuple[int, int]:

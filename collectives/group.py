@@ -180,17 +180,17 @@ def _drop_repeated(pairs: Sequence[tuple[Flat, Flat]], block_copies: Sequence[tu
 
     Raises OverlapError if a result would overwrite part of another array, or of its own source.
     """
-    # pair -> its index in `pairs`, the first one if the pair is passed several times
+    # pair -> its index in `pairs`; the lowest index if the pair is passed several times
     once: dict[tuple[Flat, Flat], int] = {}
     # pair -> all arrays that get a copy of its block
     every: dict[tuple[Flat, Flat], tuple[Flat, ...]] = {}
     for number, pair in enumerate(pairs):
         once.setdefault(pair, number)
         every[pair] = (*every.get(pair, ()), *block_copies[number])
-    # (start address, end address, index of the pair, True if it is written) of every array. Two arrays may overlap only
-    # if both are only read. The loop below takes the arrays in the order of their addresses. An array overlaps an
-    # earlier one if it begins before the furthest end of all earlier arrays. `end`, `last` and `written` describe the
-    # array that has this furthest end.
+    # (start address, end address, index of the pair, True if the array is written) of every array. Two arrays may
+    # overlap only if both are only read. The loop below takes the arrays in the order of their addresses. An array
+    # overlaps an earlier one if it begins before the furthest end of all earlier arrays. `end`, `last` and `written`
+    # describe the array that has this furthest end.
     extents = []
     for (source, target), number in once.items():
         extents.append((target.address, target.address + _nbytes(target), number, True))

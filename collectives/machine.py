@@ -4,11 +4,11 @@
 allow so many.
 
 **Copies.** NumPy copies with glibc's memcpy. If a copy is longer than 3/4 of the last cache, memcpy writes past the
-caches, that is, directly to memory: so much data would not stay in the cache anyway, and memcpy need not fetch the
-cache lines that it overwrites. But on EPYC, several versions of glibc add up the caches of all cores of a socket, 384
-MiB instead of 32, so that no copy counts as long. In a virtual machine the kernel can be wrong in the same way: it
-reported 480 MiB for 2 cores of a Xeon, where copies of more than 32 MiB found nothing in the cache and took twice as
-long as copies past the cache. A setting of glibc corrects this (`choose_long_copies`).
+caches, that is, directly to memory: a copy of this size would not stay in the cache anyway, and memcpy then need not
+fetch the cache lines that it overwrites. But on EPYC, several versions of glibc add up the caches of all cores of a
+socket, 384 MiB instead of 32, so that no copy counts as long. In a virtual machine the kernel can be wrong in the same
+way: it reported 480 MiB for 2 cores of a Xeon, where copies of more than 32 MiB found nothing in the cache and took
+twice as long as copies past the cache. A setting of glibc corrects this (`choose_long_copies`).
 
 **Addresses.** A core predicts branches by their addresses. If several ranks share a core and have their code at
 different addresses, the core forgets the branches of a rank while another rank runs. So ranks that share cores are
@@ -306,7 +306,7 @@ def _read_believed_cache() -> int:
 
 
 def correct_threshold(believed: int, real: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """Like `choose_long_copies`. glibc takes the last cache for `believed` bytes, the kernel for `real` bytes."""
+    """Like `choose_long_copies`, if glibc assumes a last cache of `believed` bytes, and the kernel of `real` bytes."""
     given = environment.get(TUNABLES, "")
     counts = min(real, LARGEST_CACHE)
     if not 0 < counts < believed or THRESHOLD in given:
@@ -315,7 +315,7 @@ def correct_threshold(believed: int, real: int, environment: Mapping[str, str]) 
 
 
 def fix_addresses() -> tuple[str, ...]:
-    """Return the words to put before a command, so that all its processes load their code at the same addresses.
+    """Return a prefix for a command, so that all its processes load their code at the same addresses.
 
     Return () if this machine has no `setarch`, or forbids it, as containers may.
     """

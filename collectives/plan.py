@@ -57,7 +57,7 @@ class Plan(NotCopyable):
 
     def __init__(self, home: Communicator, call: Call, runner: Runner, in_place: bool) -> None:
         self.call = call
-        # runs the call: either `_bare`, or a TimedRunner around `_bare`
+        # the runner in use: `_bare`, or a TimedRunner that also records the times of `_bare`
         self.runner = runner
         self._bare = runner
         self._home = home
@@ -188,7 +188,7 @@ class Plan(NotCopyable):
 
     @property
     def predicted_seconds(self) -> float | None:
-        """The seconds that the fitted cost model predicts for a run, or None if it does not cover the algorithm."""
+        """The seconds that a run should take by the tuning table, or None if the table does not cover the algorithm."""
         # Imported only when needed, because nothing else in this module needs the simulator.
         from mpips.collectives.simulator.simulate import predict_seconds
 
@@ -197,19 +197,19 @@ class Plan(NotCopyable):
 
     @property
     def held_bytes(self) -> int:
-        """An upper estimate of the memory of the plan's work vectors, in bytes."""
+        """An upper limit of the memory that the plan's work vectors take, in bytes."""
         return self.call.nbytes if self.runner.holds else 0
 
     def free(self) -> None:
         """Free the plan's MPI requests and drop its arrays. The plan cannot run any more. Local.
 
-        If a started run is in flight, the plan is freed at the end of `wait()`.
+        If a started run has not ended yet, the plan is freed at the end of `wait()`.
         """
         if self._operation is not None:
             self._retired = True
         elif not self._freed:
             self._freed = True
-            # both: `set_timed` may change from one to the other later
+            # Set both, because `set_timed` may later replace one runner by the other.
             self.runner.fast = self._bare.fast = not_begun
             self._bare.free()
             self._arrays = self._result = None
@@ -361,7 +361,8 @@ def group_key(call: tuple[Any, ...], every: Sequence[Any], arrays: int) -> tuple
 class PlanCache:
     """The plans of a communicator's one-shot calls. When it is full, it frees the least recently used plan.
 
-    `by_identity` is a dict that `api` looks into first. Its keys hold the `id` of each array. This cache fills it.
+    `api` first looks for a plan in the dict `by_identity`, which this cache fills. Its keys contain the `id` of each
+    array.
     """
 
     def __init__(self, by_identity: dict[Any, Any]) -> None:

@@ -441,8 +441,8 @@ def split_words(text: str) -> list[str]:
 def keep_stdout() -> Iterator[None]:
     """A context that lets a command run to its end even if its standard output cannot be written.
 
-    If output was lost, it prints a sentence on standard error at the end, and turns exit code 0 into 1. A standard
-    output that was closed from the start is replaced by the null device.
+    If output was lost, it prints an error message on standard error at the end, and turns exit code 0 into 1. A
+    standard output that was closed from the start is replaced by the null device.
     """
     # This command runs within another command, which will report lost output.
     if isinstance(sys.stdout, _KeptStdout):

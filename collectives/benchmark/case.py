@@ -75,7 +75,7 @@ class BenchmarkCase:
     dtype: np.dtype[Any]
     n: int
     comm: MPI.Comm
-    # kind of array -> (source, result); `arrays` makes those that are missing
+    # kind of array -> (source, result); `arrays` adds the missing ones
     made: dict[str, tuple[NDArray[Any], NDArray[Any]]] = field(default_factory=dict)
     # yields numbers for `renew`, the same on all ranks
     _turns: Iterator[int] = field(default_factory=lambda: cycle((1, 2)))
@@ -288,14 +288,14 @@ def mpi_calls(
 ) -> list[RivalCall]:
     """Return MPI's blocking and non-blocking calls, or an empty list if MPI does not know the dtype.
 
-    If all blocks are equal, the calls for equal blocks are among them.
+    If all blocks have the same size, the list also has MPI's calls for equal blocks.
 
     Args:
         kind: The collective.
         op: The reduction.
         comm: The ranks.
         source: The array to read.
-        out: The array to write. In place it is `source`.
+        out: The array to write. For a call in place it is `source`.
         blocks: The number of elements of each rank's block (for reduce_scatter, allgather and alltoall).
     """
     mpi_op = OPS[op]

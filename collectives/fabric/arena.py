@@ -54,7 +54,8 @@ SPARSE_BYTES = 128 << 20
 _MADV_REMOVE = 9
 _MADV_POPULATE_WRITE = 23
 _MADV_COLLAPSE = 25
-# An array that grows gets huge pages once it has more of them, so that small arrays take little memory.
+# An array that grows gets huge pages only once it is longer than this many huge pages, so that small arrays take little
+# memory.
 FEW_HUGE_PAGES = 2
 
 
@@ -245,7 +246,7 @@ class _Segment:
 
 
 def _memory_error(nbytes: int, error: OSError) -> MemoryError:
-    # Errors of these kinds come from machine.open_memory, whose text says what to do.
+    # Errors of these kinds come from machine.open_memory. Their text already says what to do.
     if error.errno in (errno.EPERM, errno.EACCES, errno.ENOSYS):
         return of_caller(MemoryError(f"no memory for {nbytes} bytes of node-shared array: {error.strerror}"))
     cure = f"ask for less, or give the job fewer ranks on a node{_advice_on_ulimit_v()}"

@@ -71,7 +71,7 @@ OUT_TOKEN = OUT & NUMBERS
 # How often a rank reads the row before it yields its core: with a core of its own, and if ranks share cores.
 SPINS_ALONE, SPINS_SHARED = 64, 1
 LOOK_AT_PEERS_SECONDS = 0.05
-# the longest time that a failing rank waits until no other rank touches its arrays
+# the longest time that a failing rank waits for the other ranks to stop using its arrays
 LEAVING_SECONDS = 5.0
 # A processor may delay a store behind a later load, but never for this long.
 SETTLE_SECONDS = 1e-3
@@ -214,9 +214,9 @@ class Board:
         self.spent = -DESCRIPTORS
         self.spins = SPINS_SHARED if memory.crowded else SPINS_ALONE
         self._held = False
-        # True while this rank carries out an operation over messages
+        # True while `carried_out` runs an operation over messages
         self._carrying = False
-        # when to check next whether other processes have ended
+        # the time of the next check whether other processes have ended
         self._due = 0.0
         self._peers = Peers(memory.pids)
         # raises if the enclosing generation has ended; see `Communicator.set_enclosing_look`
@@ -225,7 +225,7 @@ class Board:
     def publish(
         self, descriptor: Descriptor, all_places: NDArray[np.int64] | None = None, place: ArrayPlace | None = None
     ) -> int:
-        """Put a descriptor into this rank's area and return its token. See `Descriptors.publish`."""
+        """Write a descriptor into this rank's area and return its token, a number. See `Descriptors.publish`."""
         token = self.descriptors.publish(descriptor, all_places, place)
         self.marks.name(token, descriptor.text)
         self.hold_fast_paths(self._held)
@@ -241,7 +241,7 @@ class Board:
         self.spent = sys.maxsize if held else self.descriptors.put - DESCRIPTORS
 
     def enter(self, token: int, lends: bool = False) -> None:
-        """Enter the next operation with this token. A rank that sees the token also sees everything written before.
+        """Enter the next operation: store `token`. A rank that sees the token also sees everything written before it.
 
         If `lends`, this rank lends its arrays: each other rank may access them until it has finished one phase.
         """
@@ -264,7 +264,7 @@ class Board:
         drive(wait_until(self._complete), self, what)
 
     def tokens(self) -> tuple[int, ...]:
-        """Return the token of each rank. Valid after a meeting, until this rank enters the next operation."""
+        """Return the token of each rank in the current operation. Call this after all ranks have entered it."""
         return tuple(word & NUMBERS for word in self.entries[self.number & 1])
 
     def read(self, tokens: Sequence[int]) -> list[Descriptor]:
@@ -289,7 +289,7 @@ class Board:
         self.progress[self.phase & 1][self.rank] = self.phase
 
     def followed(self) -> Iterator[None]:
-        """Yield until all ranks have finished as many phases as this one."""
+        """Yield until every other rank has finished as many phases as this rank has."""
         row, finished = self.progress[self.phase & 1], self.phase * self.ones
         while int.from_bytes(row, ORDER) != finished:
             yield
@@ -297,7 +297,7 @@ class Board:
             self.fence()
 
     def follow(self, what: str) -> None:
-        """Like `followed`, but blocking. `what` names the call in errors."""
+        """Wait until every other rank has finished as many phases. Blocking. `what` names the call in errors."""
         drive(self.followed(), self, what)
 
     def carried_out(self, steps: Iterator[None]) -> Iterator[None]:
@@ -338,7 +338,8 @@ class Board:
     def look_at_all(self, waited: float = 0.0) -> None:
         """Raise if the generation has ended, or if any process of the node has died without leaving.
 
-        Called when this rank waits for no word on this board. `look` checks only the ranks for which this rank waits.
+        Called while this rank does not wait for other ranks on this board. `look` checks only the ranks for which this
+        rank waits.
         """
         if self.poison.flag[0]:
             raise self.poison.error()
@@ -397,7 +398,7 @@ class Board:
         self.memory.words[self.rank][LEFT] = how
 
     def close(self) -> None:
-        """Give the board up. Other ranks may do so later."""
+        """Stop using the board. Other ranks may still use it."""
         self.marks.close()
         self.memory.close([rank for rank in range(self.size) if self._peers.has_ended(rank)])
 

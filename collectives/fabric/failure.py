@@ -79,8 +79,8 @@ class CommCreationGuard:
     needs MPI_THREAD_MULTIPLE. A process can be in only one such context at a time.
 
     Args:
-        is_hopeless: Called by the thread again and again, and True when all shall be revoked. None: when a rank of
-            `comm` has died.
+        is_hopeless: A function that the thread calls again and again. When it returns True, all communicators are
+            revoked. None: they are revoked when a rank of `comm` has died.
     """
 
     # the context that this process is in

@@ -40,7 +40,7 @@ POISON_BYTES = 4096
 PROGRAM_ENDED, CLOSED = 1, 2
 # the word `LEFT` of a rank that has gone -> how it has gone, in words
 DEPARTURES = {0: "its process has ended", PROGRAM_ENDED: "its program has ended", CLOSED: "it has closed its store"}
-# descriptors that an area has room for
+# the number of descriptors for which an area has room
 DESCRIPTORS = 512
 DESCRIPTOR_BYTES = 1024
 HEAD_WORDS = 16
@@ -230,9 +230,9 @@ class NodeAreas:
         self.size = len(areas)
         self.areas = areas
         self.pids = pids
-        # True if ranks share cores. Then each wait of the ranks for each other costs context switches.
+        # True if ranks share cores. Then ranks that wait for each other cause context switches.
         self.crowded = self.size > cores
-        # True if there is a second core for each rank, which can communicate while the first core computes
+        # True if each rank has two cores, so that one core can communicate while the other computes
         self.roomy = 2 * self.size <= cores
         self.identity = identity
         self.reachable = reachable
@@ -266,7 +266,7 @@ class NodeAreas:
         return self.areas[rank][start : start + SLOT_BYTES]
 
     def stage_in(self, rank: int, parity: int, owner: int) -> NDArray[np.uint8]:
-        """Return the stage into which `rank` copies its input for `owner` to reduce."""
+        """Return the stage (a buffer in shared memory) into which `rank` copies its input for `owner` to reduce."""
         start = STAGES_AT + (parity * self.size + owner) * self.block_bytes
         return self.areas[rank][start : start + self.block_bytes]
 
@@ -282,7 +282,7 @@ class NodeAreas:
         return self._buffers
 
     def close(self, ended: Iterable[int]) -> None:
-        """Give the areas up. Collective if there is a fence.
+        """Stop using the areas. Collective if there is a fence.
 
         Other ranks may still read this rank's area, so it stays in memory until all of them have called this, except
         those whose processes have `ended`.
@@ -299,7 +299,7 @@ class NodeAreas:
             self._window.Free()
 
     def abandon(self) -> None:
-        """Give the areas up. Not collective. Called when no other rank uses this rank's area any more."""
+        """Free the areas. Not collective. Called when no other rank uses this rank's area any more."""
         os.close(self.poison_fd)
 
 

@@ -42,7 +42,7 @@ class Limits(NamedTuple):
 
 
 class RankGroup(Protocol):
-    """The ranks of one generation, as a waiting rank sees them: when it must give up, and for which ranks it waits.
+    """What a waiting rank asks about the ranks of its generation: which are late, and whether it must stop waiting.
 
     A generation ends when one of its ranks fails.
     """
@@ -80,7 +80,7 @@ def _seconds(name: str, usual: float) -> float:
 def drive(steps: Iterator[None], generation: RankGroup, what: str, spins: int = SPINS) -> None:
     """Run the steps of an operation to their end. Blocking.
 
-    Raises StallError after the limit of the generation, and whatever the steps or the generation raise.
+    Raises StallError after the time limit of the generation. Errors of the steps and of `generation` are passed on.
 
     Args:
         steps: The operation. It yields whenever it has to wait.

@@ -50,7 +50,8 @@ _16_BIT = KernelThreshold(1, LEAST_BYTES)
 _WIDER = KernelThreshold(2, 64 << 10)
 # The smallest reductions that are worth a kernel. (A compiled kernel alone is faster than NumPy from 64 elements on.)
 # It saves 60 us to 1 ms in each call with float16 vectors of 64 KiB. With float32 vectors it saves a tenth to a third
-# of a call between 64 KiB and 4 MiB and nothing beyond, which is no reason to load Numba (see `pays`).
+# of the time of a call between 64 KiB and 4 MiB, and nothing above 4 MiB. That is too little to load Numba for it (see
+# `pays`).
 THRESHOLDS = {"float16": _16_BIT, "bfloat16": _16_BIT, "float32": _WIDER, "float64": _WIDER}
 
 
@@ -63,7 +64,7 @@ def perform(steps: Sequence[Step]) -> None:
 def add_parts(parts: Sequence[Vector], out: Vector) -> None:
     """Set `out` to the sum of one or more 1-D arrays of its size and dtype, added from first to last.
 
-    `out` may be the first of them, but must not overlap another.
+    `out` may be the first part, but must not overlap any other part.
     """
     # NumPy adds short arrays, and two of any length, as fast as a kernel.
     if out.itemsize > 2 and (len(parts) == 2 or out.nbytes < LEAST_WIDER_BYTES):
@@ -78,7 +79,7 @@ def add_parts(parts: Sequence[Vector], out: Vector) -> None:
 
 def _add_group(parts: Sequence[Vector], out: Vector) -> None:
     """Sum up to `MOST_PARTS` vectors by a kernel where it is faster, and otherwise by NumPy."""
-    # The limit is higher than in LIMITS, because here the arguments of the kernel are checked in every call.
+    # The limit is higher than in THRESHOLDS, because here the arguments of the kernel are checked in every call.
     least = LEAST_BYTES if out.itemsize == 2 else LEAST_WIDER_BYTES
     if out.nbytes >= least and pays(np.add, out.dtype, len(parts), out.nbytes) and isinstance(out, np.ndarray):
         call = _call(_kernel(np.add, out.dtype.name, len(parts)), out)
@@ -162,7 +163,7 @@ def steps(
         scratch: An array at least as long as `out`, for partial results that must not overwrite a part. If it is None,
             it is allocated when needed.
         divisor: The number of vectors for a mean, otherwise 1.
-        nbytes: The bytes of a whole vector, if the arrays are blocks of vectors.
+        nbytes: The size of a whole vector in bytes, if the arrays are blocks of vectors.
     """
     whole = out.nbytes if nbytes is None else nbytes
     known = pays(combine, out.dtype, len(parts), whole, divisor != 1)

@@ -4,17 +4,17 @@
 steps independently, so that several steps are in flight. Lanes with different `turn` use the network one after another:
 while the messages of a lane are in flight, the lane before it adds the values that it has received. All messages of a
 step start together. Values that will be added are received in separate memory, and are added in the order of the ranks
-when all of them have come (`schedule.model`). Values are also received in separate memory if the same step sends from
-their place.
+when all of them have arrived (`schedule.model`). Values are also received in separate memory if the same step sends the
+old values from the same place.
 
 A request carries at most `MESSAGE_BYTES`. This keeps counts far below 2^31. It also stays below the size at which Open
 MPI asks the receiver before it sends, which makes a TCP connection half-duplex.
 
 **Two levels** (`TwoLevelPlan`). The schedule of `collectives.schedule.hierarchical`, with the two stages within a node
 in shared memory. The ranks of a node first reduce-scatter their vectors in shared memory. Then each rank's slice is
-allreduced over messages, between the ranks that have the same place in their nodes. At last an allgather in shared
-memory distributes the results. The vector passes through these stages in segments, so that a segment is between the
-nodes while the next one is summed within them.
+allreduced over messages, between the ranks that have the same place in their nodes. Finally an allgather in shared
+memory distributes the results. The vector passes through these stages in segments: while one segment travels between
+the nodes, the next one is summed within the nodes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from mpips.collectives.schedule.model import NOBODY, RankStep, Schedule, cut, ex
 
 class _MessageStep(NamedTuple):
     requests: list[MPI.Prequest]
-    # the steps that add or copy values, received in separate memory, to their places
+    # the steps that add or copy the values that were received in separate memory to their places in the vector
     landings: list[Step]
 
 
@@ -61,7 +61,7 @@ class MessagePlan:
         program = schedule.program(comm.rank)
         # the steps of each lane
         self._lanes = [[self._compile(lane, step, tags[lane]) for step in steps] for lane, steps in enumerate(program)]
-        # the (lane, step) of all lanes in order, if lanes use the network in turn, and otherwise an empty list
+        # all (lane, step) in the order in which they use the network, if lanes take turns; otherwise an empty list
         self._queue = self._in_turn(program) if len({lane.turn for lane in schedule.lanes}) > 1 else []
 
     def run(self) -> Iterator[None]:

@@ -1,8 +1,8 @@
 """Run a call between the ranks of one node, by a program that is compiled for the arrays of the call.
 
 Every rank puts its input where the others can read it, unless they can read it already. The rank then enters the call,
-and waits until all ranks have entered. Now the ranks compute the result. Some programs do this in several phases, and
-all ranks meet after each phase.
+and waits until all ranks have entered. Now the ranks compute the result. Some programs do this in several phases. After
+each phase, every rank waits until all ranks have finished it.
 
 There are four kinds of programs (`program`). All ranks choose the same kind, by the arrays that all of them pass:
 
@@ -17,7 +17,7 @@ vector, nor on the place of the element in it.
 `api` finds the plan by the identity of the array, and the plan runs its executor. The first run reads the descriptors
 of the other ranks and makes a program for the arrays of all ranks, which `steps` runs. If Numba is installed and the
 call is short, `fast` runs later calls as one compiled function (`short_cut`), as long as the other ranks pass the same
-arrays again. Otherwise it returns how far it came, and `steps` or `rest` does the remaining work.
+arrays again. Otherwise `fast` returns a code that says how far it came, and `steps` or `rest` does the remaining work.
 """
 
 from __future__ import annotations
@@ -133,12 +133,12 @@ class NodeExecutor:
             if call.reduction is not None:
                 vectors = 2 if mode == CROSS else call.p
                 sums.prepare(call.reduction.combine, call.dtype, vectors, call.nbytes, call.reduction.is_mean)
-        # True if other ranks may touch this rank's arrays (they do so in the first phase only)
+        # True if other ranks may touch this rank's arrays (which they do only in the first phase)
         self._lends = any(mode in (SHARED, CROSS) for mode in self.modes)
         self._program = StepProgram()
         self._puts = self._compile_puts()
         self._put_steps = tuple(map(steps_of, self._puts))
-        # what `fast` reads by its address
+        # the record that the compiled function of `fast` reads
         self._record: Record | None = None
         self.fast: Callable[[], int] = not_begun
 
@@ -167,7 +167,7 @@ class NodeExecutor:
         perform(program.last[board.number & 1])
 
     def free(self) -> None:
-        """Do nothing: it has no MPI objects."""
+        """Do nothing: this runner has no MPI objects."""
 
     @property
     def way(self) -> str:
@@ -269,7 +269,7 @@ class NodeExecutor:
         perform(self._program.last[board.number & 1])
 
     def _compile(self, number: int, descriptors: Sequence[Descriptor]) -> NodeProgram:
-        """Compile the program of one array. All ranks come to the same kind, because they see the same descriptors."""
+        """Compile the program of one array. All ranks choose the same kind, because they see the same descriptors."""
         part, memory = self._parts[number], self._memory
         places = [descriptor.places[number] for descriptor in descriptors]
         if all(x.shared and out.shared for x, out in places):
@@ -280,7 +280,7 @@ class NodeExecutor:
             return crossing_program(memory, *part, places)
         if len(self._parts) > 1:
             raise CollectiveError(f"array {number} of {self._text} lies where other ranks cannot reach it: pass a copy")
-        # Ranks that proposed another mode have not staged their first block before they entered.
+        # Ranks that proposed another mode did not copy their first block to a stage before they entered.
         unlike = any(x.shared or x.address for x, _ in places) or self.modes[number] == SLOTS
         return StagePipeline(memory, *part[:3]).program(restage=unlike)
 

@@ -156,7 +156,7 @@ def write_hosts(name: str, text: str) -> None:
 def read_hosts(folder: Path) -> dict[str, Any]:
     """Return what `write_hosts` has written (`names`, `launcher`, `agent`, `python`, `path`), or {}.
 
-    The file names a program to run, so the file is trusted only in a folder to which only this user has access.
+    The file names a program that will be run. So it is trusted only in a folder to which no other user has access.
     """
     with suppress(OSError, ValueError):
         if folder.parent == jobs_folder() and is_ours(folder):
@@ -182,7 +182,7 @@ def is_launched_here(folder: Path) -> bool:
 
 
 def write(folder: Path, name: str, text: str) -> None:
-    """Write a file atomically, so that the ranks of a host may write it at the same time."""
+    """Write a file atomically, so that several ranks of a host may write it at the same time."""
     passing = folder / f".{name}-{os.getpid()}"
     fd = os.open(passing, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     with open(fd, "w", encoding="utf-8") as file:

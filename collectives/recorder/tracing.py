@@ -2,7 +2,8 @@
 
 A page is the file in which a rank always records what it does (`recorder.page`). `mpips run --trace` sets an
 environment variable to ask for a trace of the whole job. `mpips trace` can ask at any time: it puts a request into the
-job's folder and sends a signal. So without a request tracing costs nothing, not even a check for requests.
+job's folder and sends a signal. So tracing costs a rank nothing before a request: the rank need not even check for
+requests.
 
 Layout of the file:
 
@@ -41,7 +42,7 @@ LEAST_BYTES = 1 << 20
 SUFFIX = folders.TRACE
 REQUEST = folders.TRACE_REQUEST
 HEAD_BYTES = 4096
-# a signal that no other library uses; on it a rank looks for a request
+# a signal that no other library uses; a rank that gets it looks for a request in the job's folder
 SIGNAL = int(signal.SIGRTMAX) - 7
 LOG = log.get("mpips.trace")
 _begun = False
@@ -67,7 +68,7 @@ class RankTrace(NamedTuple):
 
 
 def begin(rank: int, size: int) -> None:
-    """Open this rank's page, and begin a trace if the launcher has asked for one. Only the first call does anything."""
+    """Open this rank's page, and begin a trace if the launcher has asked for one. Later calls do nothing."""
     global _begun
     if _begun:
         return

@@ -95,7 +95,7 @@ class Round(NamedTuple):
 
 @dataclass(frozen=True)
 class ScheduleStep:
-    """A step of `count` rounds. `make` makes each one on demand, because p - 1 rounds of p ranks take much memory."""
+    """A step of `count` rounds. `make` makes each round on demand, because p - 1 rounds of p ranks take much memory."""
 
     count: int
     make: Callable[[int], Round]
@@ -299,7 +299,7 @@ def folded(stage: Stage, p: int, q: int, chunks: int) -> Stage:
 
 
 def _fold(stage: Stage, extra: int, whole: ChunkInterval, rank: Index) -> Steps:
-    # Even ranks of pairs are retired during the stage. Odd ranks of pairs are active and take part for both.
+    # During the stage, the even rank of a pair is idle, and the odd rank takes part for both.
     paired = rank < 2 * extra
     retired, active = paired & (rank % 2 == 0), paired & (rank % 2 == 1)
     to_active, to_retired = where(retired, rank + 1, NOBODY), where(active, rank - 1, NOBODY)

@@ -131,7 +131,7 @@ def _part(p: int) -> float:
 
 
 def _folded(p: int, q: int, terms: Terms) -> Terms:
-    """Add the cost of folding p ranks to q ranks and back, if p and q differ."""
+    """Return `terms` plus the cost of folding p ranks to q ranks and back, if p and q differ."""
     return terms if p == q else terms + Terms(2, 2, 1)
 
 

@@ -29,7 +29,7 @@ from mpips.collectives.fabric import arena
 from mpips.collectives.kernels import sums
 
 Ticket: TypeAlias = Callable[[], bool]
-# what a plan refers to after it has given its host memory back
+# the vector that replaces a plan's host vectors once their memory is freed
 NO_MEMORY: Vector = np.empty(0)
 
 

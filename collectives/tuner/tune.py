@@ -141,7 +141,7 @@ def measure_table(comm: MPI.Comm, known: TuningTable, seconds: float, begin: Beg
 
 
 def forced_tables(ranks: int) -> dict[str, TuningTable]:
-    """Return way -> a table that makes every vector in an ordinary array on one node take this way."""
+    """Return a dict: way -> a table with which every vector in an ordinary array on one node takes this way."""
     largest, none = Slots(SLOT_SIZES[-1], SLOT_SIZES[-1]), Slots(0, 0)
     return {
         "slots": TuningTable(slots={ranks: largest}, cross_memory={ranks: EVERYTHING}),
@@ -153,12 +153,12 @@ def forced_tables(ranks: int) -> dict[str, TuningTable]:
 def _on_one_node(comm: MPI.Comm, seconds: float, begin: Begin) -> tuple[Slots, int, dict[str, LinearCost]]:
     """Measure on one node.
 
-    Return the limits of slots, the size from which on the kernel should copy, and the cost of each way.
+    Return the limits of slots, the size from which on the kernel should copy, and the cost of each way (way -> cost).
     """
     ways = {name: dup_with_table(comm, forced) for name, forced in forced_tables(comm.size).items()}
 
     def wins(way: str, shared: bool, share: float, size: int) -> bool:
-        """True if a way takes at most `share` of the time of stages (if `shared`, of direct access) for this size."""
+        """True if `way` takes at most `share` times as long as stages (if `shared`, as direct access) for this size."""
         x = _vector(ways[way], size, shared)
         times = _timed(comm, [compiled("allreduce", x, ways[each]) for each in (way, "stages")], seconds)
         return times[0] <= times[1] * share

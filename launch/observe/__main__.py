@@ -324,7 +324,7 @@ def _import_exporter() -> Any:
 
 
 def _gather(watch: JobWatch, folder: Path, seconds: float) -> JobView:
-    """Look at the ranks of a job. Raise UsageError if nothing is known about any rank."""
+    """Take samples of the ranks of a job. Raise UsageError if nothing is known about any rank."""
     view = watch.look(seconds)
     if not view.ranks and view.unreached:
         silent = (f"host {host} does not answer: {why}" for host, why in view.unreached.items())

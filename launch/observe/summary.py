@@ -34,8 +34,8 @@ class CallSummary(NamedTuple):
     waiting_us: float
     # the bus bandwidth without the waiting; 0 if the calls move no bytes
     busbw_GBps: float
-    # The time of these calls as a share of the ranks' whole time. A rank's whole time is from its first to its last
-    # call, and only ranks that make these calls count.
+    # The time of these calls as a share of the whole time of the ranks that make them. The whole time of a rank is from
+    # its first to its last call.
     share: float
 
 
@@ -52,7 +52,7 @@ class RankSummary(NamedTuple):
     straggles_s: float
     # `straggles_s` as a share
     straggles: float
-    # the share of its time that this rank has waited itself
+    # the share of the rank's time in which the rank itself has waited
     waits: float
 
 
@@ -61,7 +61,7 @@ class Summary(NamedTuple):
     lines: list[CallSummary]
     # the ranks, in the order of their numbers
     scores: list[RankSummary]
-    # how many calls are missing because later records have overwritten their records
+    # the number of calls that are missing because their records were overwritten by later records
     left_out: int
 
 

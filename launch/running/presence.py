@@ -8,8 +8,8 @@ are closed, each rank number is accepted only once, and unknown lines are ignore
 
 Ranks on other hosts do not connect. If a job may have such ranks, `OutputListener` passes on the output of mpirun
 unchanged and searches it. The search is needed because Open MPI's mpirun ends with exit code 0 even if it loses a host.
-Only one of the `LOST_SENTENCES` in mpirun's output reports the loss. If the remaining ranks end well nevertheless, one
-of them prints `world.WELL_WITHOUT` (see `mpips.ending.process`).
+The only sign of the loss is one of the `LOST_SENTENCES` in mpirun's output. If the remaining ranks end well in spite of
+the loss, one of them prints `world.WELL_WITHOUT` (see `mpips.ending.process`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SENTENCES = (*LOST_SENTENCES, world.WELL_WITHOUT)
 LONGEST_SENTENCE = max(map(len, SENTENCES))
 # bytes of mpirun's output to read at a time
 MOST_PIPED = 1 << 16
-# how many file descriptors the connections of ranks leave free for the rest of this process
+# the number of file descriptors that are kept free, while ranks connect, for the rest of this process
 SPARE_FILES = 64
 # the bytes to read from a rank at a time, and also the number of connections that may wait to be accepted
 MOST_BYTES = 4096

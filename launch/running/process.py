@@ -35,11 +35,12 @@ from mpips.launch.running.presence import Death, OutputListener, Presence, read_
 from mpips.launch.running.verdict import MpirunEnd, OrdinaryVerdict, SurvivingVerdict
 from mpips.store.world import launched_as
 
-# The longest wait between two checks of the job. It is this long so that the checks cost the job no time.
+# The longest wait between two checks of the job. It is long, so that the checks do not slow down the job.
 LOOK_SECONDS = 1.0
 # the shortest wait between two checks, which is used while the job ends
 NAP_SECONDS = 0.05
-# If ranks are missing, and no further rank appears for this many seconds, a rank is taken to have ended unseen.
+# If ranks are missing, and no further rank appears for this many seconds, assume that a rank has ended before this
+# process could see it.
 MISSING_SECONDS = 4.0
 # If no rank has connected after this many seconds, print that ranks are being started.
 SILENT_SECONDS = 3.0
@@ -48,7 +49,7 @@ START_SECONDS = 0.05
 # Seconds that a job may take to end after a signal, before its ranks are killed. After that, mpirun may take this many
 # seconds again.
 GRACE = 5.0
-# the grace time in place of `GRACE` for a job whose ranks have all ended
+# used instead of `GRACE` for a job whose ranks have all ended
 GRACE_WITHOUT_RANKS = 0.4
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)

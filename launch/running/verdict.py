@@ -1,8 +1,8 @@
 """Decide what the end of a rank means for its job: when the job must end, its exit code, and the messages about it.
 
 In an ordinary job the first death of a rank ends the job (`OrdinaryVerdict`). With --spares the remaining ranks go on
-after a death, and the job ends when no rank has work left (`SurvivingVerdict`). A spare is an extra rank that waits to
-take the place of a dead rank. Both classes have the same methods.
+after a death, and the job ends when no rank has work left (`SurvivingVerdict`). A *spare* is an extra rank that waits
+until it can take the place of a dead rank. Both classes have the same methods.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ AFTER_THE_LAST = 1.5
 LOST = "mpirun has lost a host"
 # the exit code of a job that has lost a host, if mpirun's exit code is 0
 LOST_CODE = 1
-# If a signal ends a rank, MPICH's mpirun exits with the bare number of the signal. An exit code with one of these
-# numbers is taken for a signal.
+# If a signal ends a rank, MPICH's mpirun exits with the bare number of the signal. If mpirun's exit code is one of
+# these numbers, a signal is assumed.
 BARE_CODES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGTERM)
 
 
