@@ -68,9 +68,9 @@ class Call:
     kind: str
     n: int
     dtype: np.dtype[Any]
-    # None if the kind does not reduce
+    # the operation of the reduction; None if the kind of call does not reduce
     reduction: ReduceOp | None
-    # 0 if the kind has no root
+    # the root; 0 if the kind of call has no root
     root: int
     # The name that the user gave. "auto" and "reproducible" are replaced by the algorithm that they stand for.
     algorithm: str

@@ -40,7 +40,7 @@ class Clock:
     """
 
     def __init__(self) -> None:
-        # seconds of regular readings since the last gap
+        # the seconds for which the clock has been read regularly since the last gap
         self._regular = GAP_SECONDS
         self._seconds = 0.0
         self._slow_until = 0.0
@@ -51,7 +51,7 @@ class Clock:
         self._used_due = self._seen + USED_SECONDS
 
     def seconds(self) -> float:
-        """Return the seconds counted so far."""
+        """Return the seconds that the clock has counted."""
         now = time.monotonic()
         passed = now - self._seen
         self._seen = now

@@ -161,7 +161,7 @@ class Communicator:
         # every `Lanes` that this object has made, to be freed at the end
         self.all_lanes = [self.lanes]
         recorder.add_communicator(self.board.marks.identity, ranks_of_job(self.comm, range(self.size)))
-        # the communicators for messages of plans
+        # the communicators for messages of plans; `count_tags` replaces them by new ones when they run out of tags
         self.plan_lanes = self.lanes
         # the number of tags that plans have taken on `plan_lanes`; see `count_tags`
         self.tags_dealt = 0

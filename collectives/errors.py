@@ -24,7 +24,7 @@ class CollectiveError(RuntimeError):
 
     # Tracebacks show the name under which programs catch the error, "mpips.CollectiveError". So do all public errors.
     __module__ = "mpips"
-    # True on errors that the user's program has caused. The function `of_caller` sets it on errors of other classes.
+    # True for errors that the user's program has caused. On errors of other classes, the function `of_caller` sets it.
     of_caller = True
 
 

@@ -249,7 +249,8 @@ def _pack(
 ) -> list[tuple[Flat, list[Copy], list[Copy]]]:
     """Pack the arrays of each element type into one vector.
 
-    Return for each type (vector, the copies of the arrays into it, the copies of the results out of it).
+    Return for each type a tuple: the vector, the copies of the arrays into the vector, and the copies of the results
+    out of the vector.
     """
     packs = []
     for dtype in dict.fromkeys(pair.source.dtype for pair in pairs):

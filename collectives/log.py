@@ -232,7 +232,7 @@ class Folder(logging.Handler):
         # descriptor of the open file, and the name of the process for which it was opened
         self._file = -1
         self._name = ""
-        # True once a record could not be written
+        # True once a record could not be written; no further record is then written
         self._lost = False
 
     def emit(self, record: logging.LogRecord) -> None:

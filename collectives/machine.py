@@ -205,7 +205,7 @@ def free_room(fd: int) -> int:
 
 
 class _MemoryLimit(NamedTuple):
-    """The memory limit of a control group."""
+    """The memory limit of a control group, and how much of it is used."""
 
     most: int
     # Bytes in use. Cached file contents that were not read recently do not count: the kernel drops them when needed.
@@ -298,7 +298,7 @@ def past_caches(environment: Mapping[str, str]) -> int:
 
 
 def _read_believed_cache() -> int:
-    """Return the size that glibc assumes for the last cache, or 0 or less if glibc does not know or does not exist."""
+    """Return the size that glibc assumes for the last cache, or 0 or less if it is unknown or there is no glibc."""
     try:
         return os.sysconf(SYSCONF_LEVEL3) if "CS_GNU_LIBC_VERSION" in os.confstr_names else 0
     except (OSError, ValueError):

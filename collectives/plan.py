@@ -342,7 +342,7 @@ class CachedGroupPlan(NamedTuple):
     dtypes: list[Any]
 
     def holds(self, arrays: Sequence[Any]) -> bool:
-        """True if the plan is for these arrays. Their ids match, but Python may have reused the ids of freed arrays."""
+        """True if the plan is for these arrays. Equal ids do not prove it: Python reuses the ids of freed arrays."""
         return (
             all(map(is_, [ref() for ref in self.arrays], arrays))
             and [array.size for array in arrays] == self.sizes
@@ -405,7 +405,7 @@ class PlanCache:
             self._drop()
 
     def _remember_group(self, call: tuple[Hashable, ...], plan: Plan, x: list[Any], out: Array) -> None:
-        """Add an entry by which `api` finds the plan of these arrays, if all of them are NumPy arrays."""
+        """Add an entry by which `api` finds the plan for these arrays, if all of them are NumPy arrays."""
         every = x if out is None else [*x, *out]
         if every and all(isinstance(array, np.ndarray) for array in every):
             refs, sizes, dtypes = zip(*((weakref.ref(array), array.size, array.dtype) for array in every))

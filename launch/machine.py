@@ -204,7 +204,7 @@ def check_surroundings(launcher: Launcher, ranks: int) -> str:
     """Check that this machine has what a job with `ranks` ranks on this machine needs.
 
     Returns:
-        A sentence about a problem that may make the job fail, or "". The caller prints the sentence if the job fails.
+        A message about a problem that may make the job fail, or "". The caller prints it if the job fails.
 
     Raises:
         LauncherError: The job is certain to fail.

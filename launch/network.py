@@ -204,7 +204,7 @@ LIMIT = 60.0
 class IpRoute(NamedTuple):
     """A route of a host."""
 
-    # the subnet to which the route leads
+    # the subnet to which this route leads
     to: IPv4Network
     # the address of the gateway; None if the target is in the subnet of the NIC
     via: str | None

@@ -154,8 +154,8 @@ def _answers(host: str, launcher: Launcher, machine: Machine, extra: Sequence[st
 def reduce_roles(options: Options, hosts: Sequence[Host]) -> Options:
     """Return the options with the numbers of ranks reduced until the job fits on these hosts.
 
-    Spares are given up first, then workers, then servers. At least one worker stays, and at least one server if the job
-    has servers. Raises LauncherError if the hosts cannot hold even these.
+    The number of spares is reduced first, then the number of workers, then the number of servers. At least one worker
+    stays, and at least one server if the job has servers. Raises LauncherError if the hosts cannot hold even these.
     """
     if not hosts:
         raise LauncherError("no host answers")

@@ -49,7 +49,7 @@ from mpips.collectives.terminal import (
 )
 
 BESIDE_MPI = "beside the MPI's own best call in the same run. Times are of one call on the slowest rank."
-# the commands and their help
+# the name of each subcommand, and its help text
 CASES = {
     **{kind: f"Time {kind} over the ranks of the job, {BESIDE_MPI}" for kind in BUS_FACTOR},
     "pt2pt": "Time a ping-pong of ranks 0 and 1 by size.",

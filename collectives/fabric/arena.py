@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 64
 HUGE_PAGE = 2 << 20
-# The size of the first segment. It is not larger, because every rank of the node maps it, and `ulimit -v` counts mapped
+# The size of the first segment. It is small, because every rank of the node maps it, and `ulimit -v` counts all mapped
 # addresses, used or not.
 FIRST_BYTES = 256 << 20
 # the size of the fifth segment and of all later ones
@@ -90,7 +90,7 @@ class _FreeList:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        # start -> length of the intervals in use
+        # the intervals in use: start -> length
         self._taken: dict[int, int] = {}
         self._rebuild()
 

@@ -68,7 +68,8 @@ NUMBERS = (1 << 32) - 1
 # the word of a rank that has left the generation
 OUT = (1 << 64) - 1
 OUT_TOKEN = OUT & NUMBERS
-# How often a rank reads the row before it yields its core: with a core of its own, and if ranks share cores.
+# How often a rank reads the row before it yields its core: if each rank has a core of its own, and if ranks share
+# cores.
 SPINS_ALONE, SPINS_SHARED = 64, 1
 LOOK_AT_PEERS_SECONDS = 0.05
 # the longest time that a failing rank waits for the other ranks to stop using its arrays
@@ -106,7 +107,7 @@ class Poison:
             return self._error()
 
     def error(self) -> CollectiveError:
-        """Return the error that all ranks raise. The flag must be set."""
+        """Return the error that all ranks raise. Call this only when the flag is set."""
         # Taking the lock orders memory accesses on any processor, so that this rank sees the whole message.
         with self._locked():
             return self._error()
@@ -434,7 +435,7 @@ class Board:
 
 
 def describe_unreachable(board: Board, error: OutOfReach) -> str:
-    """Return the error message for the case that this rank could not reach the memory of another process."""
+    """Return the error message for a rank that could not reach the memory of another process."""
     other = board.names[board.memory.pids.index(error.pid)]
     why = os.strerror(error.errno)
     return f"rank {board.names[board.rank]} cannot reach the memory of rank {other} any more: {why}"

@@ -38,7 +38,7 @@ from mpips.collectives.recorder.ring import WORD
 
 POISON_BYTES = 4096
 PROGRAM_ENDED, CLOSED = 1, 2
-# the word `LEFT` of a rank that has gone -> how it has gone, in words
+# value of the word `LEFT` -> how the rank has left, in words for error messages
 DEPARTURES = {0: "its process has ended", PROGRAM_ENDED: "its program has ended", CLOSED: "it has closed its store"}
 # the number of descriptors for which an area has room
 DESCRIPTORS = 512
@@ -79,7 +79,7 @@ class Descriptor(NamedTuple):
     # For each array of the call a pair: the place of its input `x`, from which the call reads, and the place of its
     # output `out`, to which the call writes. Most calls have one array.
     places: tuple[tuple[ArrayPlace, ArrayPlace], ...] = ()
-    # digest of the text before it was cut; ranks whose digests differ make different calls
+    # a hash of the whole text; if it differs between ranks, the ranks make different calls
     digest: int = 0
 
 
@@ -93,9 +93,10 @@ class Descriptors:
         self._areas = areas
         self._rank = rank
         self.names = tuple(names)
-        # The number of descriptors that this rank has put so far. Each stays readable until DESCRIPTORS more are put.
+        # The number of descriptors that this rank has published so far. Each stays readable until DESCRIPTORS more are
+        # published.
         self.put = 0
-        # (rank, token) -> descriptor
+        # (rank, token) -> the descriptor of this token, once it was read
         self._known: dict[tuple[int, int], Descriptor] = {}
         # token -> the places of the arrays of a call of several arrays. Kept as long as the descriptor is readable.
         self._many: dict[int, NDArray[np.int64]] = {}

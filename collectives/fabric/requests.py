@@ -15,7 +15,7 @@ tries to complete it. If that is impossible, the communicator is never freed.
 
 1. Communicator A is freed while a message on it is still in flight.
 2. MPI gives A's number to a new communicator B.
-3. MPI takes the late message for a message on B. With Open MPI the real message of that sender then waits for ever.
+3. MPI mistakes the late message for a message on B. With Open MPI the real message of that sender then waits for ever.
    MPICH makes this mistake even with messages that arrived before A was freed and that nobody received.
 
 The messages of a sender on a communicator arrive in the order in which they were sent. So each rank sends a last
@@ -49,7 +49,7 @@ from mpips.collectives.recorder import own as recorder
 FIRST_TAG = 16
 # the highest tag that every MPI must support
 LEAST_TAG = 32767
-# number of tags for plans; one-shot calls use all tags above
+# the number of tags for plans, which use the lowest tags; one-shot calls use all higher tags
 TAGS = 8000
 
 
@@ -59,7 +59,7 @@ def last_tag() -> int:
 
 
 class Lanes(NamedTuple):
-    """The MPI communicators that messages go over."""
+    """The MPI communicators that carry messages."""
 
     comm: MPI.Intracomm
     # A communicator of one rank from each node: the ranks with the same node-local rank as this one. None if nodes have
@@ -131,7 +131,7 @@ class ArrivalBarrier:
         self._looked = 0.0
         # the ranks that this search found
         self._gone = set[int]()
-        # for each rank, the byte that it has sent: 1 once it has arrived
+        # for each rank, the byte received from it: 1 once the rank has arrived, 0 before
         self._arrived = np.zeros(size, np.uint8)
         self._sent = np.ones(size, np.uint8)
         counts, places = [1] * size, list(range(size))

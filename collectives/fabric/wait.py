@@ -15,7 +15,7 @@ from mpips.collectives.clock import Clock
 from mpips.collectives.errors import StallError, have_not, warn
 from mpips.collectives.recorder import own as recorder
 
-# the number of steps before the loop first yields the core
+# the number of steps that the loop runs before it first yields the core
 SPINS = 16
 # The time between two calls of `RankGroup.look`, or LOOK_NAPS sleeps if these take longer. The interval is a time and
 # not a number of yields, because on a busy core each yield may take a whole time slice.
@@ -48,7 +48,7 @@ class RankGroup(Protocol):
     """
 
     limits: Limits
-    # the seconds of waiting after which the waiting rank sleeps between steps
+    # the seconds after which a waiting rank sleeps between two steps, instead of only yielding its core
     nap_after: float
 
     def look(self, waited: float) -> None:

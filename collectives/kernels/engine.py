@@ -137,7 +137,7 @@ def status() -> Status:
 
 
 def _not_wanted() -> str:
-    """Return the reason to use NumPy that is known without an import of Numba, or ""."""
+    """Return the reason to use NumPy, if it is known before Numba is imported. Otherwise return ""."""
     if chosen_engine() == "numpy":
         return f"{VARIABLE}=numpy"
     if "numba" not in sys.modules and importlib.util.find_spec("numba") is None:
@@ -258,7 +258,7 @@ class _Engine:
                 kernel.compiled = _load_or_compile(kernel, self._folder)
                 LOG.info("kernel %s is ready after %.2f s", kernel.name, time.perf_counter() - begun)
             except Exception as error:
-                # from LLVM, or from Numba for a source that it cannot compile
+                # LLVM and Numba may raise any exception for a source that cannot be compiled.
                 kernel.failure = COLOURS.sub("", f"{type(error).__name__}: {error}")
                 LOG.info("kernel %s is left to NumPy: %s", kernel.name, kernel.failure)
 
@@ -277,7 +277,7 @@ def _warn(reason: str) -> None:
 
 
 def _load_or_compile(kernel: Kernel, folder: Path | None) -> Callable[..., Any]:
-    """Return the function of a kernel, from the cache, or compiled now under the kernel's lock."""
+    """Return the function of a kernel: load it from the cache, or hold the kernel's lock and compile it."""
     from mpips.collectives.kernels import compiler
 
     source = compiler.Source(kernel.name, kernel.source, kernel.types)

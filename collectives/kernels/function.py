@@ -38,7 +38,7 @@ class Compiled:
         try:
             text = inspect.getsource(function)
         except OSError:
-            # Without sources in the installation, there are no kernels.
+            # If the installation has no source files, no kernels can be compiled.
             text, self._dtypes = "", ()
         text = text[text.find("def ") :].replace(f"def {self._name}(", "def kernel(", 1)
         for constant, value in constants.items():

@@ -22,12 +22,12 @@ from mpips.collectives.kernels.quiet import quietly
 
 # a function and its arguments
 Step: TypeAlias = "tuple[Callable[..., Any], tuple[Any, ...]]"
-# Most vectors that one kernel reads. More vectors are reduced in several steps.
+# The largest number of vectors that one kernel reads. More vectors are reduced in several steps.
 MOST_PARTS = 8
 # A kernel reduces this many elements before it writes them, so that the result may overwrite one of the vectors.
 TILE = 1024
-# NumPy sums pieces of this size. The running sum, which it reads again for every vector, then stays in a core's own
-# cache together with a piece of one vector.
+# NumPy sums long vectors in pieces of this size. The running sum, which it reads again for every vector, then stays in
+# a core's own cache together with a piece of one vector.
 PIECE_BYTES = 384 << 10
 # The reductions that are compiled. minimum and maximum are not: whether 0 or -0 is smaller depends on NumPy's version.
 SIGNS: dict[Any, str] = {np.add: "+", np.multiply: "*"}
@@ -43,7 +43,7 @@ class KernelThreshold(NamedTuple):
     nbytes: int
 
 
-# smallest vectors that add_parts() sums by a kernel, for 16-bit and for wider elements
+# the size of the smallest vectors that add_parts() sums by a kernel, for 16-bit and for wider elements
 LEAST_BYTES = 4 << 10
 LEAST_WIDER_BYTES = 512 << 10
 _16_BIT = KernelThreshold(1, LEAST_BYTES)
@@ -66,7 +66,7 @@ def add_parts(parts: Sequence[Vector], out: Vector) -> None:
 
     `out` may be the first part, but must not overlap any other part.
     """
-    # NumPy adds short arrays, and two of any length, as fast as a kernel.
+    # NumPy adds short arrays, and two arrays of any length, as fast as a kernel does.
     if out.itemsize > 2 and (len(parts) == 2 or out.nbytes < LEAST_WIDER_BYTES):
         quietly(_add_by_numpy, parts, out)
         return

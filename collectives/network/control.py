@@ -46,8 +46,8 @@ class ControlNote(msgspec.Struct, array_like=True, order=True):
     number: int
     # the sender
     rank: int
-    # IN_OPERATION: the sender is in this operation. OVER: the sender has ended the generation. LEFT: the sender has
-    # left after this operation.
+    # The sort of note. IN_OPERATION: the sender is in this operation. OVER: the sender has ended the generation. LEFT:
+    # the sender has left after this operation.
     sort: int
     # IN_OPERATION: the name of the operation. OVER: the error message.
     text: str = ""
@@ -70,7 +70,7 @@ class Control:
         self._size = comm.size
         self._names = names
         self.limits = limits
-        # the number of the operation that this rank has begun last
+        # the number of this rank's newest operation
         self.number = 0
         # number of an operation -> its name on this rank
         self._own_names: dict[int, str] = {}
@@ -82,7 +82,7 @@ class Control:
         self._under_way: set[int] = set()
         # rank -> the note by which this rank has told that it has left
         self._left: dict[int, ControlNote] = {}
-        # all notes that end the generation
+        # all received notes that end the generation
         self._end_notes: list[ControlNote] = []
         # until when this rank listens for further notes of sort OVER; 0 before the first such note
         self._settled = 0.0
@@ -239,7 +239,7 @@ class Control:
             raise MismatchError(describe_calls({self._names[rank]: text for rank, text in texts.items()}))
 
     def _settle(self) -> CollectiveError:
-        """Wait for OVER notes that other ranks sent at about the same time. Return the error that all ranks raise."""
+        """Wait for notes by which other ranks ended the generation at the same time. Return the error to raise."""
         self._settled = self._settled or time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < self._settled:
             self._read_notes()

@@ -220,7 +220,7 @@ class Workspace:
         return self._out[first[0] : last[1]]
 
 
-# starts a call on the node and returns its steps
+# a function that starts a call on the node, and returns the steps of this call
 Steps: TypeAlias = "Callable[[], Iterator[None]]"
 SEGMENT_BYTES = 1 << 20
 MOST_SEGMENTS = 8
@@ -310,7 +310,7 @@ def _part(flat: Flat, start: int, stop: int) -> Flat:
 
 
 def _advance_during(steps: Iterator[None], crossing: Iterable[Iterator[None]]) -> Iterator[None]:
-    """Run `steps`. Whenever they have to wait, and at the end, advance the allreduces between nodes in `crossing`."""
+    """Run `steps`. Whenever they have to wait, and at the end, advance the allreduces between nodes (`crossing`)."""
     for _ in steps:
         _advance_all(crossing)
         yield

@@ -56,7 +56,7 @@ class NativePlan:
         self._x = x.vector()
         self._out = out.vector()
         self._in_place = x == out
-        # In place, these two kinds send from a copy of x.
+        # For calls in place of these two kinds, MPI sends from a copy of x.
         self._copy = self._x.copy() if self._in_place and call.kind in ("alltoall", "reduce_scatter") else None
         # Ranks compare their calls by an allreduce of the maximum of (number, -number), where the number is a hash of
         # the call. The result is (number, -number) again only if all numbers are equal.

@@ -61,13 +61,14 @@ NOWHERE = (ArrayPlace(), ArrayPlace())
 
 
 class WayLimits(NamedTuple):
-    """The sizes in bytes at which vectors change from one kind of program to another. The same on all ranks."""
+    """The sizes in bytes from which on vectors use another kind of program. They are the same on all ranks."""
 
-    # the largest vector that goes through slots in any case, even if its array is in node-shared memory
+    # the largest vector that goes through slots wherever its array is, also if it is in node-shared memory
     slots: int
     # the largest vector that goes through slots if its array is in private memory
     ordinary_slots: int
-    # the smallest vector in private memory for which the cross-memory program is used, if the kernel permits that
+    # the smallest vector in private memory that uses the cross-memory program, if the kernel permits copies between
+    # processes
     cross_memory: int
 
 
@@ -107,10 +108,10 @@ class NodeExecutor:
     """The runner of a call between the ranks of a node. The constructor is local: it sends nothing.
 
     Args:
-        board: The board on which the ranks meet.
+        board: The board, on which the ranks wait for each other.
         text: A description of the call. The ranks compare it, to find out whether all of them make the same call.
         parts: The arrays of the call. Several arrays are reduced in the same phases.
-        ways: The sizes at which vectors change from one kind of program to another.
+        ways: The sizes from which on vectors use another kind of program.
     """
 
     holds = False
@@ -121,12 +122,12 @@ class NodeExecutor:
         self._text = text
         self._parts = parts
         self._ways = ways
-        # this rank's descriptor: its running number on the board, and its token
+        # this rank's descriptor: its number among the descriptors that this rank has published, and its token
         self._put = -DESCRIPTORS
         self._token = 0
         # the tokens of all ranks for which `_program` is compiled
         self._tokens: tuple[int, ...] | None = None
-        # The mode that this rank proposes for each array. The program depends on those of all ranks.
+        # The mode that this rank proposes for each array. The program depends on the proposals of all ranks.
         self.modes = [self._choose_mode(part) for part in parts]
         for part, mode in zip(parts, self.modes):
             call = part.call
@@ -171,11 +172,11 @@ class NodeExecutor:
 
     @property
     def way(self) -> str:
-        """The mode that this rank proposes for its first array, as `tuner.table` names it."""
+        """The kind of program that this rank proposes for its first array, by its name in `tuner.table`."""
         return WAYS[self.modes[0]]
 
     def _choose_mode(self, part: CallArray) -> int:
-        """Return the mode for an array, by its size and its memory."""
+        """Return the mode (the kind of program) for an array, by the array's size and kind of memory."""
         call, ways = part.call, self._ways
         # An alltoall in place overwrites x, so other ranks must not read x itself.
         moving = call.kind == "alltoall" and same_address(part.x.vector, part.out.vector)
@@ -202,7 +203,7 @@ class NodeExecutor:
         return NOTHING
 
     def _publish(self) -> None:
-        """Put a descriptor of this rank's arrays on the board."""
+        """Publish this rank's descriptor on the board: the text of the call and the places of its arrays."""
         places = tuple(self._places(part, mode) for part, mode in zip(self._parts, self.modes))
         all_places = place = None
         if len(places) > 1:
@@ -229,7 +230,7 @@ class NodeExecutor:
         return x_place._replace(address=x_at), out_place._replace(address=out_at)
 
     def _bind(self, tokens: tuple[int, ...]) -> None:
-        """Read the descriptors of these tokens, and compile a program for the arrays that all ranks pass now."""
+        """Read the descriptors of all ranks' tokens, and compile a program for the arrays that the ranks pass now."""
         self._tokens = None
         self.fast = not_begun
         descriptors = self._board.read(tokens)
@@ -291,5 +292,5 @@ def _region(vector: Vector) -> ArrayPlace:
 
 
 def not_begun() -> int:
-    """The `fast` of runners without a fast path."""
+    """The function `fast` of runners that have no fast path."""
     return NOT_BEGUN

@@ -38,9 +38,10 @@ from mpips.collectives.fabric.process_memory import KernelCopy, deliver, fetch
 from mpips.collectives.kernels import sums
 from mpips.collectives.kernels.sums import Step
 
-# the size of the pieces that are reduced in place
+# the size of the pieces in which shared_program and crossing_program reduce a block
 BLOCK_BYTES = 256 << 10
-# Up to this size a memoryview copies, and above it `numpy.copyto`, which takes longer to start but releases the GIL.
+# Copies of up to this size are made by a memoryview. Longer copies are made by `numpy.copyto`, which takes longer to
+# start but releases the GIL.
 SHORT_BYTES = 128 << 10
 
 
@@ -168,7 +169,7 @@ def slot_puts(memory: NodeAreas, call: Call, x: Window, parity: int) -> tuple[Ac
 
 
 def slot_takes(memory: NodeAreas, call: Call, x: Window, out: Window, parity: int) -> tuple[Action, ...]:
-    """Return the actions that set `out` from the slots of all ranks."""
+    """Return the actions that compute this rank's `out` from the slots of all ranks."""
     slots = [_slot(memory, call, rank, parity) for rank in range(memory.size)]
     actions: list[Action] = []
     if call.reduction is not None:
@@ -264,7 +265,7 @@ class StagePipeline:
         return tuple(combine(call, parts, total, total)), home
 
     def _takes(self, k: int) -> tuple[Action, ...]:
-        """Return the actions that copy block k of every other owner to this rank's out."""
+        """Return the actions that copy the result for block k of every other owner to this rank's `out`."""
         call, memory = self._call, self._memory
         actions: list[Action] = []
         if k < 0:
@@ -390,7 +391,7 @@ class _CrossingArrays:
         self._x = x
         self._out = out
         self._buffers = memory.buffers(BLOCK_BYTES)
-        # rank -> its x, its out
+        # another rank -> the place of its `x`, and (below) the place of its `out`
         self._xs: dict[int, _RemoteWindow] = {}
         self._outs: dict[int, _RemoteWindow] = {}
         for rank in memory.turn():

@@ -58,7 +58,7 @@ def bytes_of(text: str) -> int:
 
 
 class DumpedCall(NamedTuple):
-    """A collective on the page of a rank. Times are Unix time in nanoseconds, or 0 if unknown."""
+    """A collective that is recorded on the page of a rank. Times are Unix time in nanoseconds, or 0 if unknown."""
 
     number: int
     operation: str

@@ -23,13 +23,13 @@ JOB = "_MPIPS_JOB"
 # user). Several jobs may run in one allocation at a time.
 SCHEDULERS = ("SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID")
 MEMORY = Path("/dev/shm")
-# PID.page, in which the rank that runs as process PID records what it does
+# The suffix of a page: in PID.page, the rank that runs as process PID records what it does.
 PAGE = ".page"
-# PID.stacks, into which that rank writes the stacks of its threads when it gets a signal
+# The suffix of a file for stacks: into PID.stacks, process PID writes the stacks of its threads when it gets a signal.
 STACKS = ".stacks"
-# RANK.ended, an empty file. It says that the program of the rank with this number has ended well.
+# The suffix of an empty file: RANK.ended says that the program of the rank with this number has ended well.
 PROGRAM_ENDED = ".ended"
-# PID.trace, in which that rank records its calls while the job is traced (`recorder.tracing`)
+# The suffix of a trace: in PID.trace, process PID records its calls while the job is traced (`recorder.tracing`).
 TRACE = ".trace"
 # the file by which `mpips trace` asks the ranks of a job to begin a trace
 TRACE_REQUEST = "trace.json"
@@ -55,7 +55,7 @@ def is_private(path: Path) -> bool:
 
 
 def job_name(environment: Mapping[str, str] = os.environ, alone: bool = False) -> str:
-    """Return the name of the job to which this process belongs. No other launch on the machine has the same name.
+    """Return the name of the job to which this process belongs. Each launch on the machine has a different name.
 
     In an allocation of a scheduler, the job's name begins with the allocation's name. `alone` is True if the job has
     no other process.

@@ -161,7 +161,7 @@ def path_beside_page(suffix: str) -> Path | None:
 
 
 def copy_identity() -> dict[str, Any]:
-    """Return a copy of the identity on the page: rank, size, host and program, and later role and member."""
+    """Return a copy of the identity on the page: rank, size, host, program, and (once known) role and member."""
     return dict(_identity)
 
 
@@ -175,7 +175,7 @@ def _write_stacks_on_signal(path: Path) -> None:
 
 
 def answer_usr2() -> None:
-    """From now on, write a dump on SIGUSR2, or print why not. A handler that the program has set stays."""
+    """From now on, write a dump on SIGUSR2, or print why that fails. If the program has set a handler, keep it."""
     if signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
         # Python allows handlers to be set only in the main thread.
         with suppress(ValueError):
@@ -281,7 +281,8 @@ def clear_failures() -> None:
 def _remove_page() -> None:
     if _failures:
         return
-    # Other ranks may still begin to wait for this rank. This file tells them that the rank has ended (find_ended).
+    # Other ranks may still begin to wait for this rank. The file with the suffix `.ended` tells them that the rank has
+    # ended (see `find_ended`).
     if _paths and _identity["size"] > 1:
         with suppress(OSError):
             (_paths[0].parent / f"{_identity['rank']}{folders.PROGRAM_ENDED}").touch(0o600)

@@ -43,14 +43,15 @@ from mpips.collectives.recorder.ring import HEAD_BYTES, RECORD_BYTES, WORD, Call
 
 MAGIC, VERSION = 0x6D70697073_52, 6
 # The words of the head, in order. Times are nanoseconds of the monotonic clock, except began_ns, which is Unix time.
-#   generation, step        1 more than the value; 0 means unknown
-#   waited_ns, waits        total time and number of the waits that are over
+#   generation, step        the generation and the training step, plus 1; 0 means unknown
+#   waited_ns, waits        the total time and the number of the waits that have ended
 #   signal                  the signal on which the rank writes the stacks of its threads
-#   calls                   the number of calls on communicators and stores whose lanes were freed failures
-#   how often a generation of a store, or a communicator, has ended with an error checkpoints             the number of
-#   checkpoints that this rank has written exchanges               the number of exchanges of parameters (a worker
-#   trains by itself between two exchanges) exchange_ns             the time at which the last exchange ended
-#   exchanged_bytes         bytes that all exchanges have sent and received
+#   calls                   the number of calls on communicators and stores whose lanes were freed
+#   failures                how often a generation of a store, or a communicator, has ended with an error
+#   checkpoints             the number of checkpoints that this rank has written
+#   exchanges               the number of exchanges of parameters (a worker trains by itself between two exchanges)
+#   exchange_ns             the time at which the last exchange ended
+#   exchanged_bytes         the number of bytes that all exchanges have sent and received
 HEAD = (
     "magic",
     "version",

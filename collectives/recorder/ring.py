@@ -1,9 +1,9 @@
 """A ring of fixed-size records, one for each timed call. One process writes it; other processes map and read it.
 
 Each record begins with a sequence number, which is 0 while the record is being written and unique afterwards. A reader
-compares the number before and after it copies the record, and drops a record that changed in between. The fields that
-are the same in all calls of a plan, or of a key in a store, are packed once, as a *form* (name, bytes, and so on). A
-record copies the form and adds numbers and times. Each record names its *lane*, i.e. its communicator or store.
+compares the number before and after it copies the record, and discards a record that changed in between. The fields
+that are the same in all calls of a plan, or of a key in a store, are packed once, as a *form* (name, bytes, and so on).
+A record copies the form and adds numbers and times. Each record names its *lane*, i.e. its communicator or store.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class RecordRing:
         with self._lock:
             self._sequence = sequence = self._sequence + 1
             at = HEAD_BYTES + sequence % self.slots * RECORD_BYTES
-            # The sequence number is 0 during the write, so that readers drop the record.
+            # The sequence number is 0 during the write, so that readers discard the record.
             self._words[at >> 3] = 0
             self._bytes[at + _FORM_AT : at + RECORD_BYTES] = form
             now = time.monotonic_ns()

@@ -46,7 +46,7 @@ ROOTED = ("broadcast", "reduce")
 
 
 def names(kind: str) -> tuple[str, ...]:
-    """Return the algorithms that serve `kind`."""
+    """Return the names of the algorithms that can run the collective `kind`."""
     if kind not in KINDS:
         raise ValueError(f"unknown collective {kind!r}: choose one of {', '.join(KINDS)}")
     return tuple(name for name, module in ALGORITHMS.items() if kind in module.KINDS)
@@ -112,7 +112,7 @@ def _composed(kind: str, name: str, p: int) -> dict[str, Any]:
 
 
 def serves(kind: str, algorithm: str, p: int, **parameters: Any) -> str | None:
-    """Return None if `build` would succeed, and otherwise the text of its error."""
+    """Return None if `build` would succeed, and otherwise the text of the error that it would raise."""
     try:
         build(kind, algorithm, p, **parameters)
     except ValueError as refusal:

@@ -33,7 +33,7 @@ PRIMES = (2, 3, 5, 7)
 
 
 def factors(p: int) -> tuple[int, ...]:
-    """Return the prime factors of p up to 7, in ascending order."""
+    """Return those prime factors of p that are at most 7, in ascending order."""
     primes = []
     for prime in PRIMES:
         while p % prime == 0:

@@ -5,7 +5,8 @@ A schedule has lanes, a lane has steps, a step has rounds, and a round moves chu
     schedule  p ranks, a kind (allreduce, ...), and lanes.
     lane      an equal share of the vector, cut into chunks, and a sequence of steps. Lanes touch different elements,
               so they may run at the same time.
-    step      a set of rounds that do not depend on each other: all may be in flight at once. A rank starts the next
+    step      a set of rounds that do not depend on each other: the messages of all rounds may be in flight at once. A
+    rank starts the next
               step of the lane when it has finished all rounds of the current step. A step sends the values that the
               chunks held when the step began.
     round     a rank sends one interval of chunks to at most one partner, and receives one interval of chunks from at
@@ -46,7 +47,7 @@ BUS_FACTOR: dict[str, Callable[[int], float]] = {
     "reduce": lambda p: 1.0,
 }
 NOBODY = -1
-# more lanes do not make any collective faster
+# the largest number of lanes of a schedule; more lanes do not make any collective faster
 MOST_LANES = 1024
 
 # an int (one rank), or an int64 array with one entry for each rank (all ranks at once)
@@ -79,7 +80,7 @@ class Round(NamedTuple):
     add: bool
 
     def over(self, p: int) -> Round:
-        """Return the round with every field as an array over p ranks."""
+        """Return the round with every field as an array that has an entry for each of p ranks."""
 
         def spread(field: Index) -> Index:
             return np.broadcast_to(np.asarray(field, dtype=np.int64), (p,))

@@ -67,7 +67,7 @@ def check(schedule: Schedule) -> None:
 
 
 def _run_masks(schedule: Schedule, lane: int, first: int) -> None:
-    """Execute a lane with sets, as bit masks, of the contributions of ranks first .. first+63."""
+    """Execute a lane with sets (bit masks) that show which of ranks first .. first+63 contribute to each chunk."""
     ranks = np.arange(schedule.p)
     inside = (ranks >= first) & (ranks < first + GROUP)
     weight = np.where(inside, np.uint64(1) << ((ranks - first) % GROUP).astype(np.uint64), np.uint64(0))

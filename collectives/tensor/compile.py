@@ -223,7 +223,7 @@ class _Landing(NamedTuple):
 
     # the element of the host vector at which the message begins
     start: int
-    # the buffer into which the message is received
+    # the buffer into which the message is received, separate from the host vector
     beside: Vector
     # Parts (start, stop, fresh) of the message. `fresh`: the worker's vectors have not been reduced into this part of
     # the host vector yet, so they are added together with the message.

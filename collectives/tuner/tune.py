@@ -42,10 +42,11 @@ SLOT_SIZES = tuple(1 << e for e in range(11, 18))
 CROSS_SIZES = tuple(1 << e for e in range(24, 15, -1))
 LINE_SIZES = tuple(1 << e for e in range(16, 25, 2))
 BETWEEN_SIZES = tuple(1 << e for e in range(6, 25, 3))
-# Slots win if they take at most this share of the time that stages take, so that noise does not decide.
+# Slots are chosen only if they take at most this share of the time that stages take, so that noise does not decide.
 SLOTS_WIN = 0.97
-# The kernel's copies win if they take at most this many times as long as stages. In a benchmark, stages find their
-# arrays in the cache in every call. In a program that works between calls, they would not.
+# The kernel's copies are chosen if they take at most this many times as long as stages. In a benchmark, a call through
+# stages finds the arrays in the cache. In a program that computes between its calls, the arrays would not be in the
+# cache.
 COPIES_WIN = 1.5
 
 Begin = Callable[[str], None]

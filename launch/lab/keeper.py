@@ -249,7 +249,7 @@ def main() -> None:
         plan = msgspec.json.decode(lines.readline(), type=LabPlan)
     try:
         kernel.new_machine(os.getuid(), os.getgid())
-        # Only the child goes on. It is process 1 of the new PID namespace.
+        # Only the child process continues. It is process 1 of the new PID namespace.
         if os.fork():
             os._exit(0)
         kernel.keep_mounts_private()

@@ -78,7 +78,7 @@ class Links:
             self.netlink.brport("set", index=self.index(port), **flags)
 
     def forward(self, port: str, mac: str) -> None:
-        """Add a permanent entry to the forwarding table of a bridge: frames for `mac` leave through `port`."""
+        """Add a permanent entry to the forwarding table of a bridge: it sends frames for `mac` through `port`."""
         state = ndmsg.states["noarp"] | ndmsg.states["reachable"]
         self.netlink.fdb("append", ifindex=self.index(port), lladdr=mac, state=state, flags=ndmsg.flags["master"])
 

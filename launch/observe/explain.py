@@ -27,7 +27,7 @@ class Explanation(NamedTuple):
     # "ended", "stands" (it is stuck), "slow" (a rank slows down the others) or "runs"
     kind: str
     sentence: str
-    # the ranks to look at
+    # the ranks that the user should examine
     culprits: tuple[int, ...]
 
 

@@ -113,7 +113,7 @@ class Rank(NamedTuple):
     waiting: float
     # True if the rank has begun a call between the samples
     moved: bool
-    # the main thread's stack, innermost frame first
+    # the stack of the rank's main thread, innermost frame first
     stack: tuple[StackFrame, ...]
     memory_bytes: int
     # the time at which the rank began, in Unix time
@@ -122,16 +122,16 @@ class Rank(NamedTuple):
     waited_seconds: float
     # number of waits that have ended
     wait_count: int
-    # calls since the rank began
+    # the number of calls since the rank began
     calls: int
-    # generations and communicators that have ended with an error since the rank began
+    # the number of generations and communicators that have ended with an error since the rank began
     failures: int
-    # checkpoints that the rank has written
+    # the number of checkpoints that the rank has written
     checkpoints: int
     cpu_seconds: float
-    # numbers that the program reports, such as its loss
+    # numbers that the user's program reports, such as the loss
     notes: Mapping[str, float]
-    # stacks of the other threads
+    # the stacks of the rank's other threads
     threads: tuple[tuple[StackFrame, ...], ...]
     # the number of the rank among the ranks with its role
     member: int
@@ -153,7 +153,7 @@ class Rank(NamedTuple):
     communicators: Mapping[str, Any] = {}
     # how many ranks of the job the launcher has started on the rank's host
     ranks_on_host: int = -1
-    # embedding table -> the numbers that `page.TABLE` names
+    # embedding table -> a dict with the numbers of the table, by their names in `page.TABLE`
     tables: Mapping[str, Mapping[str, int]] = {}
     # embedding table -> the growth of each of these numbers per second, between the samples
     table_rates: Mapping[str, Mapping[str, float]] = {}

@@ -315,7 +315,7 @@ def _write_regularly(folder: Path, job: str, ended: threading.Event) -> None:
         pages = len(list((folders.jobs_folder() / job).glob(f"*{folders.PAGE}")))
         if pages != known or time.monotonic() >= due:
             known, due = pages, time.monotonic() + EVERY_SECONDS
-            # The disk may be full. In that case skip this write, because the job must go on.
+            # The disk may be full. In that case skip this write, because the job must continue.
             with suppress(OSError):
                 write(folder, job)
 

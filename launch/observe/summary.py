@@ -30,7 +30,7 @@ class CallSummary(NamedTuple):
     calls: int
     # the mean time of a call
     mean_us: float
-    # the part of the mean time that is waiting
+    # the part of the mean time that was spent waiting for other ranks
     waiting_us: float
     # the bus bandwidth without the waiting; 0 if the calls move no bytes
     busbw_GBps: float
@@ -50,7 +50,7 @@ class RankSummary(NamedTuple):
     calls: int
     # seconds that each other rank has waited for this rank, on average
     straggles_s: float
-    # `straggles_s` as a share
+    # `straggles_s` as a share of the rank's whole time
     straggles: float
     # the share of the rank's time in which the rank itself has waited
     waits: float
@@ -143,7 +143,7 @@ def _summarize_calls(
         seconds: Rank -> seconds from its first to its last call.
     """
     took = [_took(record) for _, record in calls]
-    # the times of the calls without waiting
+    # the times of the calls, without the time spent waiting for other ranks
     moving = [least.get(id(record), _took(record)) for _, record in calls]
     mean, pure = sum(took) / len(took), sum(moving) / len(moving)
     record = calls[0][1]

@@ -90,7 +90,7 @@ def count_calls(trace: RankTrace) -> int:
 
 
 def _describe(traces: Sequence[RankTrace], clocks: Mapping[str, HostClock]) -> dict[str, Any]:
-    """Return facts about a trace.
+    """Return facts about a trace: its ranks, the errors of their clocks, and the numbers of records.
 
     "clock_error_ns" is the largest possible error when times of two ranks are compared.
     """

@@ -57,7 +57,7 @@ PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 SIGNAL_RECORD = struct.Struct("Iii116x")
 # size of glibc's sigset_t
 MASK_BYTES = 128
-# prctl(2)
+# operations of prctl(2), for which Python has no names
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -73,7 +73,7 @@ class JobEnd(NamedTuple):
     mpirun_code: int
     # the signal to this process that ended the job, or 0
     signal: int
-    # a sentence to print about the end, or ""
+    # the message to print about the end, or ""
     sentence: str
     # a description of the death that has ended the job, or ""
     death: str
@@ -98,7 +98,7 @@ def run(
         name: The name of the command, for the message after a signal has interrupted the job.
         roles: The role of each rank, for messages about deaths.
         ranks_here: How many ranks are certain to start on this machine. If ranks may be on other hosts, the output of
-            mpirun passes through this process, which searches the output for sentences about lost hosts.
+            mpirun passes through this process, which searches the output for messages about lost hosts.
         spares: How many of the last ranks are spares. With 0 or more, the remaining ranks go on when a rank dies. With
             -1, the first death ends the job.
     """
@@ -178,7 +178,7 @@ class RunningJob:
         # True until "starting N ranks" has been printed or a rank has connected
         self._announce_start = expected > 0
         self._clock = Clock()
-        # while the job starts, the number of ranks that have appeared
+        # while the job starts, the number of ranks that this process has seen
         self._known = 0
         # the time at which `_known` last changed
         self._known_since = 0.0

@@ -50,7 +50,7 @@ class MpirunEnd(NamedTuple):
 
     @property
     def loss(self) -> str:
-        """A description of the loss of a host."""
+        """A description of how the job lost a host."""
         return f"{LOST} ({self.cause})" if self.cause else LOST
 
 
@@ -85,7 +85,7 @@ class OrdinaryVerdict:
         return False
 
     def news(self) -> Iterator[tuple[str, str]]:
-        """Yield (kind, sentence) for each event since the last call. Only jobs that go on after deaths have events."""
+        """Yield (kind, message) for each event since the last call. Jobs that end at the first death have no events."""
         return iter(())
 
     def code(self, end: MpirunEnd) -> int:
@@ -106,7 +106,7 @@ class OrdinaryVerdict:
         return code if code >= 0 else 128 - code
 
     def sentence(self, end: MpirunEnd) -> str:
-        """Return the sentence about the death that ended the job.
+        """Return the message about the death that ended the job.
 
         Return "" if no death ended the job, or if the cause has already been printed.
         """
@@ -145,7 +145,7 @@ class OrdinaryVerdict:
 
 
 class SurvivingVerdict:
-    """The rules for the end of a job with --spares, whose remaining ranks go on when a rank dies.
+    """The rules for the end of a job with --spares, whose remaining ranks continue when a rank dies.
 
     The job ends when no rank has work left. If some ranks are on other hosts, only mpirun notices that no rank has work
     left. The methods are those of `OrdinaryVerdict`.
