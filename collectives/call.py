@@ -60,8 +60,8 @@ ROOTED = ("broadcast", "reduce")
 class Call:
     """A collective over vectors of `n` elements between `p` ranks.
 
-    In reduce_scatter, allgather and alltoall, `n` is the size of the whole vector, and rank r's block of that vector is
-    [cut(n, p, r), cut(n, p, r + 1)).
+    In reduce_scatter, allgather and alltoall, `n` is the size of the whole vector. The block of rank r in this vector
+    is the elements [cut(n, p, r), cut(n, p, r + 1)); see `schedule.model.cut`.
     """
 
     # one of `schedule.model.KINDS`

@@ -30,7 +30,7 @@ PACKED_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class GroupCall(Call):
-    """A `grouped_allreduce` as ranks compare it. `n` is the number of bytes of all arrays together."""
+    """A `grouped_allreduce`, in the form that ranks compare. `n` is the number of bytes of all arrays together."""
 
     # the sizes and types of the arrays, and the operation, in words
     arrays: str = ""
@@ -99,7 +99,7 @@ def compile_group(
         blocks: For each array either None, or an array that gets a copy of this rank's block of the result.
 
     Returns:
-        The call as ranks compare it, and its runner.
+        The call, in the form in which ranks compare it, and its runner.
 
     Raises:
         ValueError, TypeError: An argument is invalid.

@@ -51,7 +51,7 @@ class Plan(NotCopyable):
     """One collective, compiled for fixed arrays, to be run many times. Made by `collectives.plan`.
 
     `plan()` runs it, blocks, and returns the result. To compute while it runs, call `start()`, then `test()` now and
-    then, and at last `wait()`. Do not touch the arrays between `start()` and `wait()`. All ranks must run and start
+    then, and finally `wait()`. Do not touch the arrays between `start()` and `wait()`. All ranks must run and start
     their plans in the same order.
     """
 

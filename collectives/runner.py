@@ -53,7 +53,7 @@ class ComparedRunner:
         self._text = text
         self._body = body
         self._compares = compares
-        # the running number of this rank's descriptor of the call on the board, and the descriptor's token
+        # the descriptor by which this rank announces the call on the board: its running number, and its token
         self._put = -DESCRIPTORS
         self._token = 0
         self.fast: Callable[[], int] = not_begun
@@ -187,7 +187,7 @@ def make_body(home: Communicator, call: Call, x: Flat, out: Flat, tags: Tags) ->
 
 
 def way_limits(home: Communicator, ranks: int) -> WayLimits:
-    """Return the vector sizes from which `ranks` ranks of a node use another kind of program (`node.program`)."""
+    """Return the vector sizes from which on the ranks of a node of `ranks` ranks use another kind of program."""
     slots = home.table.slot_limits(ranks, home.board.memory.crowded)
     return WayLimits(slots.always, slots.ordinary, home.table.cross_memory_from(ranks))
 
@@ -291,7 +291,7 @@ class StartedRun:
 
 
 def begin(home: Communicator, run: StartedRun) -> None:
-    """Start a run and advance it until it has to wait."""
+    """Start a run, and advance it until it has to wait for other ranks."""
     home.started.append(run)
     home.update_fast_paths()
     advance(home)

@@ -476,7 +476,7 @@ def keep_stdout() -> Iterator[None]:
 class _KeptStdout:
     """A text stream that goes to the null device once it cannot be written. `lost` is the reason, or "" before that.
 
-    If the reader of a pipe has gone (BrokenPipeError), the command ends instead.
+    If the reader of a pipe has closed it (BrokenPipeError), the command ends instead.
     """
 
     def __init__(self, stream: TextIO) -> None:

@@ -176,7 +176,7 @@ class BenchmarkCase:
 
     @cached_property
     def _known(self) -> tuple[NDArray[Any], NDArray[Any]]:
-        """What this rank contributes in a check, and what it must get."""
+        """The values that this rank contributes in a check, and the result that it must get."""
         rank, p = self.comm.rank, self.comm.size
         whole = contribution(self.op, rank, self.n, self.dtype, p)
         own = slice(self.bounds[rank], self.bounds[rank + 1])
@@ -279,7 +279,7 @@ GLOO_ATTEMPTS = 3
 GLOO_SECONDS = 60.0
 
 RivalCall = Callable[[], object]
-# a blocking and a non-blocking call of MPI, and their arguments
+# a blocking call of MPI, the non-blocking call for the same collective, and the arguments of both
 MPICalls: TypeAlias = tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]
 
 

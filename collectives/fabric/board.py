@@ -180,7 +180,7 @@ class Peers:
 
 
 class Board:
-    """One rank's view of the words that the ranks of a node share during one generation.
+    """One rank's view of the words through which the ranks of a node wait for each other, during one generation.
 
     `names` has for each rank of the node the number that error messages show.
     """
@@ -196,7 +196,8 @@ class Board:
         self.descriptors = Descriptors(memory.descriptors, memory.rank, names)
         self.poison = Poison(memory.poison, memory.poison_fd)
         self.entries, self.progress = memory.rows
-        # shows other processes, such as `mpips top`, in which operation this rank is
+        # the marks on this rank's page, by which other processes, such as `mpips top`, see in which operation this rank
+        # is
         self.marks = Marks(memory.identity)
         self.fence = memory.fence
         # A row is read as one large integer. `ones` times a number is the row in which every word is that number.
@@ -205,13 +206,13 @@ class Board:
         self.numbers = self.ones * NUMBERS << 32
         # the number of the operation that this rank has entered last
         self.number = 0
-        # the number of phases that this rank has finished, over all operations
+        # the number of phases that this rank has finished in all operations together
         self.phase = 0
         # `lent` is the last operation for which this rank has lent its arrays to other ranks. A rank has finished with
         # the lent arrays once it has signalled phase `last_phase`.
         self.last_phase = 0
         self.lent = 0
-        # Fast paths may begin only with a descriptor whose running number is above this; see `hold_fast_paths`.
+        # A fast path may begin only if the running number of its descriptor is above this; see `hold_fast_paths`.
         self.spent = -DESCRIPTORS
         self.spins = SPINS_SHARED if memory.crowded else SPINS_ALONE
         self._held = False
@@ -220,7 +221,8 @@ class Board:
         # the time of the next check whether other processes have ended
         self._due = 0.0
         self._peers = Peers(memory.pids)
-        # raises if the enclosing generation has ended; see `Communicator.set_enclosing_look`
+        # a function that raises if the generation of the enclosing store has ended; see
+        # `Communicator.set_enclosing_look`
         self.enclosing_look: Callable[[float], None] | None = None
 
     def publish(
@@ -302,7 +304,7 @@ class Board:
         drive(self.followed(), self, what)
 
     def carried_out(self, steps: Iterator[None]) -> Iterator[None]:
-        """Run the steps of an operation over messages, after the ranks have met for it on this board.
+        """Run the steps of an operation over messages, after all ranks have entered it on this board.
 
         At the end, write to the board that this rank is done, so that other ranks can tell which ranks are late.
         """
@@ -362,13 +364,14 @@ class Board:
         self.hold_fast_paths(True)
         last_signal = max(row[self.rank] for row in self.progress)
         lending = self.lent == self.number and last_signal < self.last_phase
-        # The other ranks have all that they need for this operation if the row is complete, and if this rank either has
-        # lent no arrays or has finished the phase for which it lent them. Then let them complete the operation.
+        # The other ranks can complete this operation if the row is complete, and if this rank has lent no arrays or has
+        # finished the phase for which it lent them. Otherwise make sure that the row never becomes complete.
         if lending or not self._complete():
             self.entries[self.number & 1][self.rank] = OUT
-        # OUT is greater than any phase, so other ranks see that this rank does not touch their arrays any more. The row
-        # of the last signal stays as it is, because slower ranks may still wait for that signal. `phase` does not tell
-        # which row that is: a fast path sets it before the phases.
+        # Write OUT into the row for the next signal. OUT is greater than any phase, so other ranks see that this rank
+        # does not touch their arrays any more. The row of the last signal stays as it is, because slower ranks may
+        # still wait for that signal. (`phase` does not tell which row this is, because a fast path sets `phase` before
+        # its phases begin.)
         self.progress[last_signal + 1 & 1][self.rank] = OUT
         if self.fence is not None:
             self.fence()

@@ -49,7 +49,7 @@ TEXT_BYTES = DESCRIPTOR_BYTES - HEAD_BYTES
 # After this token, tokens start again at 1. It is a multiple of DESCRIPTORS, so each token keeps its place in the area.
 # Higher numbers are never tokens.
 LAST_TOKEN = (1 << 32) - DESCRIPTORS
-# number of words for a pair of places: that of a call's input `x` and that of its output `out`
+# the number of words that hold two places: that of a call's input `x` and that of its output `out`
 PLACE_WORDS = 12
 
 
@@ -195,7 +195,7 @@ ORDERED_STORES = platform.machine().lower() in ("x86_64", "amd64", "i686", "i386
 
 
 class BoardRows(NamedTuple):
-    """The rows of a node, in pairs (even, odd): `entries` has one for operations, and `progress` one for phases."""
+    """The rows of words of a node, in pairs (even, odd): `entries` for operations, and `progress` for phases."""
 
     entries: tuple[memoryview, memoryview]
     progress: tuple[memoryview, memoryview]
@@ -272,7 +272,7 @@ class NodeAreas:
         return self.areas[rank][start : start + self.block_bytes]
 
     def stage_out(self, rank: int, third: int) -> NDArray[np.uint8]:
-        """Return the stage, number `third` of three that are used in turn, into which `rank` writes its results."""
+        """Return the stage into which `rank` writes its results: number `third` of three that are used in turn."""
         start = STAGES_AT + 2 * STAGE_BYTES + third * BLOCK_BYTES
         return self.areas[rank][start : start + self.block_bytes]
 
@@ -309,7 +309,7 @@ def area_bytes(size: int) -> int:
     return ROWS_AT + 4 * (-(-size * 8 // LINE_BYTES) * LINE_BYTES)
 
 
-# objects that were closed while other ranks may still read this rank's area
+# objects that are closed, but whose memory other ranks may still read
 _closed: list[NodeAreas] = []
 
 

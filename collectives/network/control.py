@@ -78,7 +78,7 @@ class Control:
         self._names_of: dict[int, dict[int, str]] = {}
         # numbers of operations whose name this rank has sent to the other ranks
         self._announced: set[int] = set()
-        # numbers of operations that this rank has begun and not ended
+        # the numbers of the operations that this rank has begun but not ended
         self._under_way: set[int] = set()
         # rank -> the note by which this rank has told that it has left
         self._left: dict[int, ControlNote] = {}

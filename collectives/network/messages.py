@@ -123,7 +123,7 @@ class MessagePlan:
         return [(lane, self._lanes[lane][i]) for _, _, lane, i in sorted(order)]
 
     def _compile(self, lane: int, step: RankStep, tag: int) -> _MessageStep:
-        """Make the requests of a step, and the additions and copies of the values that it receives."""
+        """Make the MPI requests of a step, and the additions and copies of the values that the step receives."""
         comm, offsets = self._comm, self._schedule.offsets(self._call.n, lane)
         sent = [extent(offsets, r.send) for r in step.rounds if r.send_to != NOBODY]
         requests: list[MPI.Prequest] = []
@@ -200,7 +200,7 @@ class Workspace:
             np.copyto(self.vector[own] if call.kind == "allgather" else self.vector, self._x)
 
     def end(self) -> None:
-        """Complete the result, and copy it to `out` unless it is already in `out`."""
+        """Complete the result (a mean is divided now), and copy it to `out` unless it is already there."""
         call = self._call
         if call.kind == "reduce" and self._rank != call.root:
             return
@@ -209,7 +209,7 @@ class Workspace:
             np.copyto(self._out, self._result)
 
     def arriving(self, start: int, stop: int, chunks: tuple[int, int]) -> Vector:
-        """Return the memory that receives elements [start, stop) of the vector.
+        """Return the memory into which elements [start, stop) of the vector are received.
 
         `chunks` names the same elements as chunks [first, last) of the schedule. In an alltoall, each chunk has its own
         place in out (`Call.arrival`).

@@ -125,7 +125,7 @@ class NodeExecutor:
         # this rank's descriptor: its number among the descriptors that this rank has published, and its token
         self._put = -DESCRIPTORS
         self._token = 0
-        # the tokens of all ranks for which `_program` is compiled
+        # the token of each rank in the call for whose arrays `_program` is compiled
         self._tokens: tuple[int, ...] | None = None
         # The mode that this rank proposes for each array. The program depends on the proposals of all ranks.
         self.modes = [self._choose_mode(part) for part in parts]
@@ -194,7 +194,7 @@ class NodeExecutor:
         return self._memory.reachable and call.nbytes >= self._ways.cross_memory
 
     def _compile_puts(self) -> Turns:
-        """Return the actions that this rank takes before it enters. They do not depend on the other ranks' arrays."""
+        """Return the actions before this rank enters the operation. They do not depend on the other ranks' arrays."""
         call, x, out, _ = self._parts[0]
         if self.modes == [SLOTS]:
             return slot_puts(self._memory, call, x, 0), slot_puts(self._memory, call, x, 1)
@@ -214,7 +214,7 @@ class NodeExecutor:
         self._put = self._board.descriptors.put
 
     def _places(self, part: CallArray, mode: int) -> tuple[ArrayPlace, ArrayPlace]:
-        """Return where other ranks find this rank's x and out, or NOWHERE if they go through slots or stages.
+        """Return where other ranks access this rank's x and out, or NOWHERE if the data goes through slots or stages.
 
         An array that is written must be writable for other processes too. The x of the root of an in-place broadcast is
         also its out, but nobody writes to it.
@@ -241,7 +241,7 @@ class NodeExecutor:
         self._bind_short_cut(tokens, program)
 
     def _bind_short_cut(self, tokens: tuple[int, ...], program: NodeProgram) -> None:
-        """Let later calls run as one compiled function (`short_cut`), if they are short and it can carry them out."""
+        """If calls are short, and the compiled function (`short_cut`) supports them, let it run later calls."""
         board = self._board
         is_short = sum(part.call.nbytes for part in self._parts) <= MOST_BYTES
         record = self._record = record_of(board, tokens, self._puts, program) if is_short else None
@@ -259,7 +259,7 @@ class NodeExecutor:
         self.fast = fast
 
     def _go_on_after(self, phase: int) -> None:
-        """Finish a call after this rank has finished the phase with this index. Blocking."""
+        """Finish a call of which this rank has finished the phase with index `phase`. Blocking."""
         board = self._board
         board.follow(self._text)
         for before, after in self._program.phases[phase + 1 :]:

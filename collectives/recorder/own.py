@@ -126,7 +126,7 @@ def begin(rank: int, size: int) -> None:
     """Open this rank's page. Later calls in the same process do nothing.
 
     Raises:
-        OSError: The page cannot be opened. The job can go on without a page.
+        OSError: The page cannot be opened. The job can continue without a page.
     """
     global page, ring
     answer_usr2()

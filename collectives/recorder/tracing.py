@@ -35,8 +35,8 @@ from mpips.collectives.recorder.ring import RECORD_BYTES, CallRecord, RecordRing
 
 # environment variable with the size of each rank's ring in bytes, set by `mpips run`
 VARIABLE = "_MPIPS_TRACE"
-# The size of a rank's ring. While the rings of all ranks exceed half of the free memory, the size is halved, but not
-# below LEAST_BYTES.
+# The size of a rank's ring of records. If the rings of all ranks need more than half of the free memory, this size is
+# halved repeatedly, but not below LEAST_BYTES.
 RING_BYTES = 32 << 20
 LEAST_BYTES = 1 << 20
 SUFFIX = folders.TRACE
@@ -111,7 +111,7 @@ def _trace_as_asked() -> None:
 
 
 def _start(path: Path, nbytes: int) -> bool:
-    """Begin to trace into a new file. If the file cannot be made, log a warning and return False."""
+    """Begin to record this rank's calls in a new file. If the file cannot be made, log a warning and return False."""
     with suppress(OSError):
         path.unlink()
     try:

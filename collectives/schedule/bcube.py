@@ -95,7 +95,7 @@ def _exchange(radices: tuple[int, ...], order: tuple[int, ...], w: int, rank: In
 
 
 def over(kind: str, radices: tuple[int, ...], lanes: int, name: str) -> Schedule:
-    """Build the exchange over digits with any radices, such as the slots, edges and pods of a fat-tree.
+    """Build the exchange for ranks whose digits have any radices, such as the slots, edges and pods of a fat-tree.
 
     Args:
         kind: One of `KINDS`.

@@ -179,7 +179,7 @@ class Schedule:
                 yield RankStep(index, rounds)
 
     def offsets(self, n: int, lane: int) -> NDArray[np.int64]:
-        """Return the element at which each chunk of a lane begins in a vector of n elements, and then the lane's end.
+        """Return the first element of each chunk of a lane in a vector of n elements, followed by the end of the lane.
 
         The array has one entry more than the lane has chunks. Chunks may be empty.
         """

@@ -232,7 +232,7 @@ def _walk(schedule: Schedule, lane: int, state: Masks) -> Iterator[tuple[_Place,
 
 
 def _check_messages(place: _Place, r: Round) -> Round:
-    """Check that each message of a round has a sender and a receiver that agree, then return the round."""
+    """Check that sender and receiver of each message of a round agree about the message. Return the round."""
     _check_side(place, "sends", "to", r.send_to, r.send, r.receive_from)
     _check_side(place, "receives", "from", r.receive_from, r.receive, r.send_to)
     rank = np.flatnonzero(r.receive_from != NOBODY)

@@ -277,7 +277,7 @@ class _Cluster:
                 lane.ready = np.where(adding, done, lane.ready)
 
     def _exchange(self, lane: _LaneClock, step: ScheduleStep, busy: Reals, added: Reals) -> Reals:
-        """Return the time at which each rank has sent and received everything of a step of a lane.
+        """Return for each rank the time at which it has sent and received all messages of a step of a lane.
 
         Args:
             lane: The lane.

@@ -403,7 +403,7 @@ class StagedTensor:
 
 
 def _element_runs(offsets: NDArray[np.int64], interval: ChunkInterval, wanted: Vector) -> list[tuple[int, int]]:
-    """Return the elements of the wanted chunks of an interval, as (start, stop), with adjacent chunks joined."""
+    """Return the element ranges (start, stop) of the wanted chunks in an interval. Adjacent chunks form one range."""
     runs: list[tuple[int, int]] = []
     for chunk in range(int(interval.start), int(interval.stop)):
         start, stop = int(offsets[chunk]), int(offsets[chunk + 1])

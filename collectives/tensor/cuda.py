@@ -115,7 +115,7 @@ class CudaVectors:
                 _kernel(self._operation, self.dtype.name, len(parts))((blocks,), (threads,), (*parts, out, n))
 
     def _shares(self, n: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (device, first, last) for each GPU: it reduces elements [first, last) of n."""
+        """Yield (device, first, last) for each GPU, which reduces elements [first, last) of a vector of n elements."""
         parts = len(self._reducing)
         for number, device in enumerate(self._reducing):
             yield device, int(cut(n, parts, number)), int(cut(n, parts, number + 1))

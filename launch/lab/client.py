@@ -341,9 +341,9 @@ def _try_lock(lock: int) -> bool:
 
 
 def _has_name(lock: int, folder: int, name: str) -> bool:
-    """True if the open lock file still has its name.
+    """True if the open lock file has not been removed from the folder.
 
-    False if the file was removed, even if a new lock file has the name now.
+    The result is False if the file was removed, even if a new lock file has the same name now.
     """
     try:
         return os.fstat(lock).st_ino == os.stat(name + LOCK, dir_fd=folder).st_ino

@@ -172,7 +172,7 @@ def _find_lanes_ahead(ranks: Sequence[Rank], waits: dict[int, OngoingWait]) -> s
 
 
 def _describe_ahead(ranks: Sequence[Rank], waits: dict[int, OngoingWait], identity: int) -> str:
-    """Describe a call of one communicator that some ranks have begun and other ranks have not.
+    """Describe a call of one communicator that some ranks have begun and other ranks have not begun.
 
     The description includes the line of the program that made the call.
     """

@@ -290,7 +290,7 @@ def gather(folder: Path, seconds: float = 0.5, stacks: bool = True) -> list[Rank
 
 
 def _watch_marks(paths: Sequence[Path], seconds: float) -> dict[Path, int]:
-    """Read the marks of pages for `seconds`.
+    """Read the marks on ranks' pages again and again, for `seconds`.
 
     Return a dict: page -> the bytes that collectives of the page's rank have moved in this time.
     """
@@ -331,7 +331,7 @@ def join(ranks: Iterable[Rank]) -> list[Rank]:
 
 
 def _owns(pid: int, path: Path) -> bool:
-    """True if process `pid` has mapped the page `path`. False if it is a later process that got the same pid."""
+    """True if process `pid` has mapped the page `path`. False for a later process that got the same pid."""
     try:
         return str(path) in Path(f"/proc/{pid}/maps").read_text()
     except PermissionError:

@@ -51,7 +51,7 @@ PIDFD_GET_INFO = 3 << 30 | PIDFD_INFO.size << 16 | 0xFF << 8 | 11
 
 
 class Death(NamedTuple):
-    """The end of a rank that had not sent "goodbye"."""
+    """The end of a rank that had not sent the line "goodbye" before it ended."""
 
     rank: int
     # The exit status, encoded as by wait(2). None if the status is unknown: kernels before 6.15 forget the status as
