@@ -147,9 +147,9 @@ class Communicator:
         self.generation = MultiNodeGroup(self.board, self.control) if self.control is not None else self.board
         self.table = known_table or table.broadcast_table(self.comm, partial(table.load_or_warn, check_algorithm))
         self.ending = GenerationEnd(self._end)
-        # False once the communicator has been freed or renewed
+        # False once the user's communicator has been freed or renewed
         self.open = True
-        # runs that `Plan.start` has begun and that are not done yet, in the order in which they began
+        # the runs of plans that `Plan.start` has begun and that are not done yet, in the order in which they began
         self.started: list[Any] = []
         # plans by the `id` of their arrays; see `plan.PlanCache`
         self.plans: dict[Any, Any] = {}
@@ -167,11 +167,11 @@ class Communicator:
         self.tags_dealt = 0
         # the thread that made the last call; see `change_caller`
         self.caller = 0
-        # True while that thread is in the call
+        # True while the thread `caller` is in its call
         self.inside = False
         # True if several threads are known to take turns on this communicator: then `change_caller` does not warn
         self.of_threads = False
-        # all threads that have made a call
+        # all threads that have made a call on this communicator
         self._callers: WeakSet[threading.Thread] = WeakSet()
         # arrays of failed calls, which other ranks or MPI may still access
         self._kept: list[Any] = []

@@ -248,7 +248,7 @@ def count_local_ranks() -> int:
 def check_memory(asker: str, nbytes: int, arrays: int, ranks: int = 1) -> None:
     """Raise ValueError if `ranks` ranks of this machine cannot each hold `arrays` arrays of `nbytes`.
 
-    `asker` names in the error what needs the arrays, such as an option.
+    `asker` is the name, for the error message, of what needs the arrays, such as an option.
     """
     needed, held = nbytes * arrays * ranks, total_memory()
     if needed > held:
@@ -363,7 +363,7 @@ def find_peer(connection: socket.socket) -> Peer:
 
 
 def find_readable(files: Iterable[int], seconds: float | None = None) -> list[int]:
-    """Wait until a descriptor can be read or has ended, at most for `seconds`. Return all such descriptors.
+    """Wait until a descriptor can be read or is at its end, for at most `seconds`. Return all such descriptors.
 
     `select.select` would refuse numbers above 1023, which a launcher of many hosts has.
     """

@@ -317,7 +317,8 @@ def _call(
     return Call(kind, n, x.dtype, reduction, draft.root, resolve_algorithm(home, draft, algorithm), home.size, label)
 
 
-# bounds of a PlanCache: plans, bytes of their work vectors, entries in `by_identity`
+# the limits of a PlanCache: the number of plans, the bytes of their work vectors, the number of entries in
+# `by_identity`
 MOST_PLANS = 256
 MOST_BYTES = 256 << 20
 MOST_IDENTITIES = 1024

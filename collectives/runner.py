@@ -69,7 +69,7 @@ class ComparedRunner:
         )
 
     def has_body(self, kind: type) -> bool:
-        """True if the body is an instance of this class, such as `MessagePlan`."""
+        """True if the body of the call is an instance of the class `kind`, such as `MessagePlan`."""
         return isinstance(self._body, kind)
 
     def rest(self) -> Iterator[None]:

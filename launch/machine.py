@@ -42,7 +42,7 @@ ON_LOOPBACK: dict[Flavour, dict[str, str]] = {
 # Open MPI accepts either this variable or OMPI_MCA_btl_tcp_if_include, but not both. If the user has set this variable,
 # mpips does not set the other.
 EXCLUDES = "OMPI_MCA_btl_tcp_if_exclude"
-# seconds of one core that a rank needs to start Python, NumPy and MPI
+# the processor time, in seconds, that a rank needs to start Python, NumPy and MPI
 START_SECONDS = 0.6
 # If the ranks will take longer than this to start, print a warning, because the user could think that the job hangs.
 LONG_SECONDS = 20.0

@@ -202,7 +202,7 @@ LIMIT = 60.0
 
 
 class IpRoute(NamedTuple):
-    """A route of a host."""
+    """An entry of a host's routing table."""
 
     # the subnet to which this route leads
     to: IPv4Network

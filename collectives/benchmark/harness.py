@@ -36,7 +36,7 @@ TimedCall: TypeAlias = Callable[[], object]
 
 
 class Timing(NamedTuple):
-    """The seconds that a call takes: for each round, the mean over the calls of the batch, on the slowest rank."""
+    """The seconds that a call takes. Each round gives one value: the mean of a batch of calls, on the slowest rank."""
 
     rounds: NDArray[np.float64]
 

@@ -81,7 +81,7 @@ class Tags:
     def __init__(self, lanes: Lanes, first: int | None = None):
         self.lanes = lanes
         self._first = first
-        # number of tags taken
+        # the number of tags that this plan has taken
         self.count = 0
 
     def take(self, count: int, text: str) -> list[int]:
@@ -109,7 +109,7 @@ _test_at = TEST_AT
 # id -> a request for which no operation waits any more. Several threads add and remove requests.
 _kept_requests: dict[int, MPI.Request] = {}
 _test_lock = Lock()
-# unfinished collectives of MPI, with their communicators
+# collectives of MPI that were abandoned and are not finished, each with its communicator
 _collectives: list[tuple[MPI.Request, MPI.Comm]] = []
 
 
@@ -129,7 +129,7 @@ class ArrivalBarrier:
         self._what = what
         # how long this rank had waited when `look` last searched for ranks that have ended
         self._looked = 0.0
-        # the ranks that this search found
+        # the ranks that this search found to have ended
         self._gone = set[int]()
         # for each rank, the byte received from it: 1 once the rank has arrived, 0 before
         self._arrived = np.zeros(size, np.uint8)
@@ -183,14 +183,14 @@ def ranks_of_job(comm: MPI.Intracomm, ranks: Sequence[int]) -> list[int]:
         job.Free()
 
 
-# a non-blocking collective of MPI, and its arguments
+# a non-blocking collective of MPI (a method of a communicator), and the arguments to call it with
 NativeCall: TypeAlias = "tuple[Callable[..., MPI.Request], tuple[Any, ...]]"
 
 
 class NativeCollectives:
     """Runs the MPI library's own collectives on one communicator.
 
-    A call is a *row* of one or more of these collectives, which run one after another.
+    A call of this package runs a *row*: one or more of these collectives, one after another.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:

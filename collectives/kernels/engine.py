@@ -186,12 +186,12 @@ def cache_folder() -> tuple[Path | None, str]:
 
 
 class _Engine:
-    """The kernels of this process."""
+    """All kernels that this process has requested, and whether Numba can be used."""
 
     def __init__(self) -> None:
         self.numpy_only = False
         self._kernels: dict[tuple[str, tuple[str, ...]], Kernel] = {}
-        # held while kernels are loaded
+        # a lock that a thread holds while it loads kernels
         self.lock = threading.RLock()
         # elements that NumPy has processed in place of kernels, or is expected to process, since kernels were last
         # loaded

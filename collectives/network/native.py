@@ -68,7 +68,7 @@ class NativePlan:
         alone = own.comm.size == 1
         self._row = [*([] if met or alone else compare), *self._calls()]
         self._compare_rows = None if met or alone else self._compare
-        # copies to make before the collective
+        # the copies that must be made before MPI's collective begins
         self._before: list[Step] = []
         if self._copy is not None:
             self._before = [(np.copyto, (self._copy, self._x))]

@@ -104,7 +104,7 @@ _identity: dict[str, Any] = {}
 _notes: dict[str, float] = {}
 # thread id -> the wait of that thread, as it is written on the page
 _waits: dict[int, dict[str, Any]] = {}
-# guards _waits
+# a lock that guards _waits
 _lock = threading.Lock()
 # the files to remove when the process ends: the page, and the file for stacks
 _paths: list[Path] = []
@@ -471,7 +471,7 @@ LONG_BYTES = 16 << 20
 ring = page.ring
 is_traced = False
 _timeable: weakref.WeakSet[Timeable] = weakref.WeakSet()
-# guards ring, is_traced and _timeable
+# a lock that guards ring, is_traced and _timeable
 _timing = threading.Lock()
 
 

@@ -77,7 +77,7 @@ AT = {name: number for number, name in enumerate(HEAD)}
 TEXT_BYTES = 4096
 IDENTITY, WAITS, END, NOTES, COMMUNICATORS, LOAD, TABLES = (TEXT_BYTES * number for number in range(1, 8))
 LANES = 64
-# for how many tokens of a lane the texts are kept, and the bytes for each text
+# the number of tokens of a lane whose texts are kept, and the number of bytes for each text
 TOKENS = 64
 TOKEN_BYTES = 256
 # Each lane has a cache line of its own, which holds the mark and the lane's identity.

@@ -133,7 +133,7 @@ def _start(path: Path, nbytes: int) -> bool:
 
 
 def _allocate(fd: int, nbytes: int) -> int:
-    """Allocate memory for a ring of `nbytes`, or else of a half, a quarter, and so on. Return the length of the file.
+    """Allocate memory for a ring of `nbytes`, or of half of that, a quarter, ... Return the length of the file.
 
     Raises:
         OSError: There is no memory even for `LEAST_BYTES`.

@@ -383,7 +383,7 @@ class StagedTensor:
         return self._steps(self._inner.steps())
 
     def free(self) -> None:
-        """Free the inner plan and the memory."""
+        """Free the inner plan and the memory of the host vectors."""
         self._inner.free()
         self._x = self._out = NO_MEMORY
         self._vectors.free()

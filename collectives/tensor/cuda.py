@@ -106,7 +106,7 @@ class CudaVectors:
         return self._streams.ticket([_device_of(target) for target in self._targets])
 
     def _reduce(self, device: int, parts: Sequence[int], out: int, n: int) -> None:
-        """Queue a reduction of n elements at each of the addresses `parts` into `out`. A single part is copied."""
+        """Queue the reduction of the vectors at the addresses `parts` (n elements each) into `out`. One is copied."""
         if len(parts) == 1:
             self._streams.copy(device, out, parts[0], n * self.dtype.itemsize)
         elif n:
@@ -262,7 +262,7 @@ class PinnedPool:
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes of pinned memory that are not in use."""
+        """The bytes of pinned memory that no vector uses now."""
         return sum(slab.nbytes for slab in self._idle)
 
     def take(self, n: int, dtype: np.dtype[Any], device: int) -> Vector:

@@ -32,7 +32,7 @@ class CallSummary(NamedTuple):
     mean_us: float
     # the part of the mean time that was spent waiting for other ranks
     waiting_us: float
-    # the bus bandwidth without the waiting; 0 if the calls move no bytes
+    # the bus bandwidth, computed without the time spent waiting; 0 if the calls move no bytes
     busbw_GBps: float
     # The time of these calls as a share of the whole time of the ranks that make them. The whole time of a rank is from
     # its first to its last call.

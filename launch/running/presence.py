@@ -118,7 +118,7 @@ class Presence:
     def __init__(self, ranks_here: int, survives: bool = False, input_of_rank_0: int = -1) -> None:
         self.ranks_here = ranks_here
         self.input_of_rank_0 = input_of_rank_0
-        # the deaths, in the order in which the ranks died
+        # the deaths of ranks, in the order in which the ranks died
         self.deaths: list[Death] = []
         # the replacements, in the order in which the spares took over
         self.replacements: list[Replacement] = []

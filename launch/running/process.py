@@ -65,7 +65,7 @@ LOG = log.get("mpips.launch")
 
 
 class JobEnd(NamedTuple):
-    """The end of a job."""
+    """How a job has ended: exit codes, and messages for the user."""
 
     # the exit code for the user; after a signal it is 128 plus the signal's number, as in shells
     code: int
@@ -296,7 +296,7 @@ class RunningJob:
         if not self._is_starting():
             return False
         ended = [*self._unconnected.look(presence.connected)]
-        # These ranks may have connected just before they ended.
+        # The missing ranks may have connected just before they ended.
         presence.look()
         presence.deaths += [death for death in ended if death.rank not in presence.connected]
         known = len(self._unconnected.ranks()) + len(presence.connected) + len(presence.deaths)

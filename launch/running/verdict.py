@@ -22,7 +22,7 @@ BEFORE_THE_START = 1.0
 # Seconds until `mpips run` ends the job, after a rank has reported a failure. The time is long, because that rank is
 # itself ending the job.
 AFTER_A_FAILURE = 20.0
-# seconds after deaths that leave no rank with work until `mpips run` ends the job
+# Seconds until `mpips run` ends the job, after deaths that leave no rank with work.
 AFTER_THE_LAST = 1.5
 LOST = "mpirun has lost a host"
 # the exit code of a job that has lost a host, if mpirun's exit code is 0
