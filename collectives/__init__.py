@@ -1,7 +1,7 @@
-"""Collectives over arrays, over messages or shared memory. Their schedules are data, which is proved and costed.
+"""Collectives over arrays, over messages or shared memory. Schedules are data that can be proved and simulated.
 
-The public names are loaded at their first use. Importing mpi4py starts MPI, which a launcher must not do. Schedules,
-costs and topologies need no MPI.
+The public names are loaded at their first use. Importing mpi4py starts MPI, which a launcher must not do. The modules
+about schedules, costs and topologies do not need MPI.
 """
 
 import sys

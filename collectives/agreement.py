@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from mpips.collectives.errors import format_ranks
 
-# What a rank passes to a call: pairs (thing, description), such as ("key 'w'", "float32(3, 4)"). No thing occurs twice.
+# What a rank passes to a call: pairs (name, description), such as ("key 'w'", "float32(3, 4)"). Names are unique.
 Items = Sequence[tuple[str, str]]
 # the last part of an error message: what the user should do
 SAME_CALL = "let all ranks make the same call"
@@ -34,10 +34,10 @@ def describe_calls(calls: Mapping[int, str]) -> str:
 def difference(every: Mapping[int, Items]) -> str:
     """Describe the first difference between the lowest rank and another rank, or return "" if the ranks do not differ.
 
-    The caller puts the name of the operation before the description, and a cure after it.
+    The caller puts the name of the operation before the description, and advice to the user after it.
 
     Args:
-        every: rank -> the things that it passes.
+        every: rank -> the items that the rank passes to the call.
 
     Example:
         >>> difference({0: [("option servers", "1")], 1: [("option servers", "2")]})

@@ -37,7 +37,7 @@ def begin(
 
     Args:
         kind: The name of a call of this module, such as "allreduce". All other arguments are passed to this call.
-        blocks: For `grouped_allreduce` only.
+        blocks: The argument `blocks` of `grouped_allreduce`. No other call has it.
     """
     home = communicator(comm)
     home.check()

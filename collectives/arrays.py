@@ -19,8 +19,8 @@ Array: TypeAlias = Any
 
 
 # True if this NumPy's DLPack distinguishes read-only arrays from writable ones. Older versions of NumPy import every
-# array as read-only. The old protocol cannot mark memory as read-only, so exporters refuse to export read-only memory.
-# Whatever they do export may safely be written.
+# array as read-only. They use an old protocol that cannot mark memory as read-only. Libraries therefore refuse to
+# export read-only memory by this protocol, so every array that they export may be written.
 DLPACK_TELLS = np.lib.NumpyVersion(np.__version__) >= "2.1.0"
 
 

@@ -39,7 +39,7 @@ class Runner(Protocol):
     # Runs the call, if possible to its end. Returns DONE, or a code that says how far the call has come; see
     # `node.executor`.
     fast: Callable[[], int]
-    # True if the runner has allocated work vectors
+    # True if the runner has allocated memory for work vectors
     holds: bool
 
     def steps(self) -> Iterator[None]:
@@ -60,17 +60,17 @@ ROOTED = ("broadcast", "reduce")
 class Call:
     """A collective over vectors of `n` elements between `p` ranks.
 
-    In reduce_scatter, allgather and alltoall, `n` is the size of the whole vector, and rank r's block of that vector is
-    [cut(n, p, r), cut(n, p, r + 1)).
+    In reduce_scatter, allgather and alltoall, `n` is the size of the whole vector. The block of rank r in this vector
+    is the elements [cut(n, p, r), cut(n, p, r + 1)); see `schedule.model.cut`.
     """
 
     # one of `schedule.model.KINDS`
     kind: str
     n: int
     dtype: np.dtype[Any]
-    # None if the kind does not reduce
+    # the operation of the reduction; None if the kind of call does not reduce
     reduction: ReduceOp | None
-    # 0 if the kind has no root
+    # the root; 0 if the kind of call has no root
     root: int
     # The name that the user gave. "auto" and "reproducible" are replaced by the algorithm that they stand for.
     algorithm: str
@@ -118,11 +118,11 @@ class Call:
         return source * (stop - start), (source + 1) * (stop - start)
 
     def extent_of_x(self, rank: int, in_place: bool) -> tuple[int, int]:
-        """Return the interval of the whole vector that the argument `x` holds."""
+        """Return which interval of the whole vector the argument `x` holds on this rank."""
         return self.block(rank) if self.kind == "allgather" and not in_place else (0, self.n)
 
     def extent_of_out(self, rank: int, in_place: bool) -> tuple[int, int]:
-        """Return the interval of the whole vector that `out` holds. In place, `out` is `x`."""
+        """Return which interval of the whole vector `out` holds on this rank. In place, `out` is `x`."""
         return self.block(rank) if self.kind == "reduce_scatter" and not in_place else (0, self.n)
 
     def sizes(self, rank: int) -> tuple[int, int]:

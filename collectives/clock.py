@@ -25,12 +25,14 @@ class Clock:
     readings of its clock. The cases:
 
     1. All processes of a job are stopped for an hour and then continue. Each finds a gap of an hour and does not count
-       it. No rank counts as late.
-    2. Only rank 1 is stopped. The other ranks keep reading their clocks, so their limits run, and they name rank 1.
+       it. So no rank is reported as late.
+    2. Only rank 1 is stopped. The other ranks keep reading their clocks, so they reach their time limits, and their
+       errors name rank 1.
     3. A rank computes during its wait, say a server that sums a huge key, and does not read the clock for a while.
-       Unlike a stopped process it has used processor time, and that time counts.
-    4. A step of the wait blocks in the kernel again and again. The first gap is not counted. The next gap counts unless
-       the clock was read regularly for GAP_SECONDS in between. So the wait reaches its limit, only a little late.
+       Unlike a stopped process, the rank has used processor time, and this time is counted.
+    4. A step of the wait blocks in the kernel again and again. The first gap is not counted. A later gap is counted
+       unless the clock was read regularly for GAP_SECONDS before it. So the wait still reaches its limit, only a little
+       late.
     5. After case 1, rank 0 continues some seconds before rank 1, because signals go out one by one, hosts wake up one
        by one, and memory comes back from swap. So after a stop the clock runs at only GRACE_PACE of real time, for as
        long as the process was stopped but at most for GRACE_SECONDS.
@@ -38,7 +40,7 @@ class Clock:
     """
 
     def __init__(self) -> None:
-        # seconds of regular readings since the last gap
+        # the seconds for which the clock has been read regularly since the last gap
         self._regular = GAP_SECONDS
         self._seconds = 0.0
         self._slow_until = 0.0
@@ -49,7 +51,7 @@ class Clock:
         self._used_due = self._seen + USED_SECONDS
 
     def seconds(self) -> float:
-        """Return the seconds counted so far."""
+        """Return the seconds that the clock has counted."""
         now = time.monotonic()
         passed = now - self._seen
         self._seen = now

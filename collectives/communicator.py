@@ -67,7 +67,7 @@ FREED = "the communicator has been freed or renewed: use another one, and make n
 LET_ALL_CALL = (
     "all its ranks must call it; for fewer, pass a communicator of those, as kv.layout.workers in a store with servers"
 )
-# The names of our own threads begin with this.
+# The names of the threads that this package starts begin with this.
 THREAD_PREFIX = "mpips "
 ONE_THREAD = (
     "make all calls on a communicator from one thread, and give each other thread a copy of its own, comm.Dup()"
@@ -77,7 +77,7 @@ _recent: tuple[MPI.Comm | None, Communicator | None] = (None, None)
 _alive: WeakSet[Communicator] = WeakSet()
 # handle of a communicator -> a lock for its first call, which two threads of this process may make at the same time
 _first_call_locks: dict[int, threading.Lock] = {}
-# True if a thread of ours will make calls at the same time as the program's threads; see `comm_for_thread`
+# True if a thread of this package will make calls at the same time as the program's threads; see `comm_for_thread`
 _threads_expected = False
 # memory of abandoned communicators, to which MPI may still write
 _kept_for_good: list[Any] = []
@@ -147,9 +147,9 @@ class Communicator:
         self.generation = MultiNodeGroup(self.board, self.control) if self.control is not None else self.board
         self.table = known_table or table.broadcast_table(self.comm, partial(table.load_or_warn, check_algorithm))
         self.ending = GenerationEnd(self._end)
-        # False once the communicator has been freed or renewed
+        # False once the user's communicator has been freed or renewed
         self.open = True
-        # runs that `Plan.start` has begun and that are not done yet, in the order in which they began
+        # the runs of plans that `Plan.start` has begun and that are not done yet, in the order in which they began
         self.started: list[Any] = []
         # plans by the `id` of their arrays; see `plan.PlanCache`
         self.plans: dict[Any, Any] = {}
@@ -161,17 +161,17 @@ class Communicator:
         # every `Lanes` that this object has made, to be freed at the end
         self.all_lanes = [self.lanes]
         recorder.add_communicator(self.board.marks.identity, ranks_of_job(self.comm, range(self.size)))
-        # the communicators for messages of plans
+        # the communicators for messages of plans; `count_tags` replaces them by new ones when they run out of tags
         self.plan_lanes = self.lanes
         # the number of tags that plans have taken on `plan_lanes`; see `count_tags`
         self.tags_dealt = 0
         # the thread that made the last call; see `change_caller`
         self.caller = 0
-        # True while that thread is in the call
+        # True while the thread `caller` is in its call
         self.inside = False
         # True if several threads are known to take turns on this communicator: then `change_caller` does not warn
         self.of_threads = False
-        # all threads that have made a call
+        # all threads that have made a call on this communicator
         self._callers: WeakSet[threading.Thread] = WeakSet()
         # arrays of failed calls, which other ranks or MPI may still access
         self._kept: list[Any] = []
@@ -208,8 +208,8 @@ class Communicator:
         """Handle a call, named `what`, if a different thread made the previous call.
 
         If the previous thread is still in its call, all ranks raise CollectiveError. If threads of the program take
-        turns, warn: on another rank the turns may come in a different order, and then calls are matched that do not
-        belong together. If one thread takes over from another for good, do not warn.
+        turns, warn: on another rank the threads may take turns in a different order, and then calls that do not belong
+        together are matched. If one thread takes over from another for good, do not warn.
         """
         before = self.caller
         if self.inside:
@@ -324,7 +324,7 @@ class Communicator:
         """
         if self.end_error is not None or not self.open:
             if self.end_error is not None and isinstance(error, MPI.Exception):
-                # The sentence says more than MPI's error does.
+                # The message of `end_error` tells more than MPI's own error.
                 return type(self.end_error)(str(self.end_error))
             return error
         self._kept.append(kept)
@@ -359,7 +359,7 @@ class Communicator:
             self.all_lanes.append(self.plan_lanes)
 
     def close(self) -> None:
-        """Free everything that this object has made. Called when the user's communicator is freed or renewed.
+        """Free all resources of this object. Called when the user's communicator is freed or renewed.
 
         Collective, but never blocks, because ranks may free their communicators at different times. Messages may still
         be in flight, so the communicators that carry them are freed later (`requests.close_later`).
@@ -381,7 +381,7 @@ class Communicator:
         self._kept = []
 
     def abandon(self) -> None:
-        """Give the communicator up after ranks have died. All surviving ranks must call this.
+        """Abandon the communicator after ranks have died. All surviving ranks must call this.
 
         Its MPI communicators are never freed, and memory to which MPI may still write is never freed either.
         """
@@ -436,7 +436,7 @@ class Communicator:
             yield from (comm for comm in lanes if comm is not None)
 
     def _find_nodes(self, first: int) -> tuple[list[int], bool]:
-        """Return for each rank the lowest rank of its node, and True if any rank expects calls from a thread of ours.
+        """Return for each rank the lowest rank of its node, and True if any rank has called `expect_threads`.
 
         Collective. `first` is the lowest rank of this node.
         """
@@ -445,9 +445,9 @@ class Communicator:
         return everybody[:, 0].tolist(), bool(everybody[:, 1].any())
 
     def _make_across(self) -> MPI.Comm | None:
-        """Make the communicator of the ranks with the same node-local rank as this one, one per node. Collective.
+        """Make a communicator of one rank from each node: those with the same node-local rank as this rank. Collective.
 
-        Return None if nodes differ in size.
+        Return None if the nodes have different numbers of ranks.
         """
         if self.nodes == 1 or len({self.node_of.count(node) for node in self.node_of}) > 1:
             return None
@@ -500,9 +500,9 @@ def expect_threads() -> None:
 def comm_for_thread(comm: MPI.Comm | None) -> MPI.Intracomm:
     """Return a second communicator of the ranks of `comm` (None: COMM_WORLD), for calls of this package's own thread.
 
-    All ranks must make the calls on a communicator in the same order. But on each rank the calls of our thread fall
-    between different calls of the program. So our thread uses a communicator of its own. It ends together with `comm`,
-    and `renew(comm)` renews both.
+    All ranks must make the calls on a communicator in the same order. But the calls of this package's thread come at
+    different moments on each rank, between different calls of the program. So this thread uses a communicator of its
+    own. That communicator ends together with `comm`, and `renew(comm)` renews both.
     """
     return communicator(comm).comm_for_thread()
 
@@ -532,7 +532,7 @@ def _find_or_make(comm: MPI.Comm, known_table: TuningTable | None, names: Sequen
 
 
 def abandon(comm: MPI.Comm) -> None:
-    """Give up the `Communicator` of `comm` after ranks have died. All surviving ranks call this. Does not block."""
+    """Abandon the `Communicator` of `comm` after ranks have died. All surviving ranks call this. Does not block."""
     attached = comm.Get_attr(_key())
     if attached is not None:
         if isinstance(attached, Communicator):
@@ -607,14 +607,14 @@ class _ArrivalWait:
 def _make_communicator(
     comm: MPI.Intracomm, arrival: _ArrivalWait | None, known_table: TuningTable | None, names: Sequence[int] | None
 ) -> Communicator:
-    """Wait for all ranks, and make the `Communicator`. `arrival` is a wait to resume: an earlier call gave it up."""
+    """Wait for all ranks, and make the `Communicator`. `arrival`: the unfinished wait of an earlier call, or None."""
     if arrival is None:
         arrival = _ArrivalWait(comm)
         comm.Set_attr(_key(), arrival)
     arrival.wait()
     old = arrival.old
     if old is not None:
-        # All ranks have come to `renew`, so no rank touches the memory of the old communicator any more.
+        # All ranks have called `renew`, so no rank touches the memory of the old communicator any more.
         old.open = True
         old.close()
         names = old.names

@@ -24,7 +24,7 @@ class CollectiveError(RuntimeError):
 
     # Tracebacks show the name under which programs catch the error, "mpips.CollectiveError". So do all public errors.
     __module__ = "mpips"
-    # the mark that the function `of_caller` sets on other errors
+    # True for errors that the user's program has caused. On errors of other classes, the function `of_caller` sets it.
     of_caller = True
 
 
@@ -45,7 +45,7 @@ KINDS: tuple[type[CollectiveError], ...] = (CollectiveError, MismatchError, Stal
 
 
 def kind_index(error: BaseException) -> int:
-    """Return the index in `KINDS` of the error that the other ranks raise when this rank has raised `error`."""
+    """Return the index in `KINDS` of the class that the other ranks raise when this rank has raised `error`."""
     return next((n for n, kind in reversed([*enumerate(KINDS)]) if isinstance(error, kind)), 0)
 
 

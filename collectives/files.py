@@ -31,7 +31,7 @@ NO_NEW_FILE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
 
 
 class NewFile:
-    """A file that is being written. Write to `fd`; then `finish` puts it at `path`, or `abandon` drops it.
+    """A file that is being written. Write to `fd`; then `finish` puts it at `path`, or `abandon` discards it.
 
     If the new file replaces a file of the same user, it gets the mode of the old file. Otherwise the umask decides its
     mode. A symbolic link at `path` is replaced, not followed. Raises OSError if the file cannot be made, for example
@@ -77,7 +77,7 @@ class NewFile:
             os.close(folder)
 
     def abandon(self) -> None:
-        """Drop the file and leave `path` as it was. Does nothing once `finish` has begun."""
+        """Discard the file and leave `path` as it was. Does nothing once `finish` has begun."""
         if not self._ended:
             self._ended = True
             self._remove()

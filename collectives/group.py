@@ -30,7 +30,7 @@ PACKED_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class GroupCall(Call):
-    """A `grouped_allreduce` as ranks compare it. `n` is the number of bytes of all arrays together."""
+    """A `grouped_allreduce`, in the form that ranks compare. `n` is the number of bytes of all arrays together."""
 
     # the sizes and types of the arrays, and the operation, in words
     arrays: str = ""
@@ -99,7 +99,7 @@ def compile_group(
         blocks: For each array either None, or an array that gets a copy of this rank's block of the result.
 
     Returns:
-        The call as ranks compare it, and its runner.
+        The call, in the form in which ranks compare it, and its runner.
 
     Raises:
         ValueError, TypeError: An argument is invalid.
@@ -180,17 +180,17 @@ def _drop_repeated(pairs: Sequence[tuple[Flat, Flat]], block_copies: Sequence[tu
 
     Raises OverlapError if a result would overwrite part of another array, or of its own source.
     """
-    # pair -> its index in `pairs`, the first one if the pair is passed several times
+    # pair -> its index in `pairs`; the lowest index if the pair is passed several times
     once: dict[tuple[Flat, Flat], int] = {}
     # pair -> all arrays that get a copy of its block
     every: dict[tuple[Flat, Flat], tuple[Flat, ...]] = {}
     for number, pair in enumerate(pairs):
         once.setdefault(pair, number)
         every[pair] = (*every.get(pair, ()), *block_copies[number])
-    # (start address, end address, index of the pair, True if it is written) of every array. Two arrays may overlap only
-    # if both are only read. The loop below takes the arrays in the order of their addresses. An array overlaps an
-    # earlier one if it begins before the furthest end of all earlier arrays. `end`, `last` and `written` describe the
-    # array that has this furthest end.
+    # (start address, end address, index of the pair, True if the array is written) of every array. Two arrays may
+    # overlap only if both are only read. The loop below takes the arrays in the order of their addresses. An array
+    # overlaps an earlier one if it begins before the furthest end of all earlier arrays. `end`, `last` and `written`
+    # describe the array that has this furthest end.
     extents = []
     for (source, target), number in once.items():
         extents.append((target.address, target.address + _nbytes(target), number, True))
@@ -249,7 +249,8 @@ def _pack(
 ) -> list[tuple[Flat, list[Copy], list[Copy]]]:
     """Pack the arrays of each element type into one vector.
 
-    Return for each type (vector, the copies of the arrays into it, the copies of the results out of it).
+    Return for each type a tuple: the vector, the copies of the arrays into the vector, and the copies of the results
+    out of the vector.
     """
     packs = []
     for dtype in dict.fromkeys(pair.source.dtype for pair in pairs):

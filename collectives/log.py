@@ -1,7 +1,7 @@
 """The log of a job: a line for each event of a rank, with the rank's number, role, generation and training step.
 
 Modules get their loggers from `get`. Their names begin with "mpips". A program that configures `logging` itself sees
-our warnings among its own. It sees our other records if it asks for them, by the variables below or by
+our warnings among its own. It sees our records of lower levels if it asks for them, by the variables below or by
 `logging.getLogger("mpips").setLevel(logging.INFO)`. Records have the attributes `rank`, `role`, `generation` and
 `step`, and their messages begin with the rank.
 
@@ -103,7 +103,7 @@ def begin_rank(size: int) -> None:
     atexit.register(end)
 
 
-# the level that `configure` has set last
+# the log level that the last call of `configure` has set
 _set = [logging.NOTSET]
 
 
@@ -232,7 +232,7 @@ class Folder(logging.Handler):
         # descriptor of the open file, and the name of the process for which it was opened
         self._file = -1
         self._name = ""
-        # True once a record could not be written
+        # True once a record could not be written; no further record is then written
         self._lost = False
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -4,11 +4,11 @@
 allow so many.
 
 **Copies.** NumPy copies with glibc's memcpy. If a copy is longer than 3/4 of the last cache, memcpy writes past the
-caches, that is, directly to memory: so much data would not stay in the cache anyway, and memcpy need not fetch the
-cache lines that it overwrites. But on EPYC, several versions of glibc add up the caches of all cores of a socket, 384
-MiB instead of 32, so that no copy counts as long. In a virtual machine the kernel can be wrong in the same way: it
-reported 480 MiB for 2 cores of a Xeon, where copies of more than 32 MiB found nothing in the cache and took twice as
-long as copies past the cache. A setting of glibc corrects this (`choose_long_copies`).
+caches, that is, directly to memory: a copy of this size would not stay in the cache anyway, and memcpy then need not
+fetch the cache lines that it overwrites. But on EPYC, several versions of glibc add up the caches of all cores of a
+socket, 384 MiB instead of 32, so that no copy counts as long. In a virtual machine the kernel can be wrong in the same
+way: it reported 480 MiB for 2 cores of a Xeon, where copies of more than 32 MiB found nothing in the cache and took
+twice as long as copies past the cache. A setting of glibc corrects this (`choose_long_copies`).
 
 **Addresses.** A core predicts branches by their addresses. If several ranks share a core and have their code at
 different addresses, the core forgets the branches of a rank while another rank runs. So ranks that share cores are
@@ -205,7 +205,7 @@ def free_room(fd: int) -> int:
 
 
 class _MemoryLimit(NamedTuple):
-    """The memory limit of a control group."""
+    """The memory limit of a control group, and how much of it is used."""
 
     most: int
     # Bytes in use. Cached file contents that were not read recently do not count: the kernel drops them when needed.
@@ -248,7 +248,7 @@ def count_local_ranks() -> int:
 def check_memory(asker: str, nbytes: int, arrays: int, ranks: int = 1) -> None:
     """Raise ValueError if `ranks` ranks of this machine cannot each hold `arrays` arrays of `nbytes`.
 
-    `asker` names in the error what needs the arrays, such as an option.
+    `asker` is the name, for the error message, of what needs the arrays, such as an option.
     """
     needed, held = nbytes * arrays * ranks, total_memory()
     if needed > held:
@@ -298,7 +298,7 @@ def past_caches(environment: Mapping[str, str]) -> int:
 
 
 def _read_believed_cache() -> int:
-    """Return the size that glibc assumes for the last cache, or 0 or less if glibc does not know or does not exist."""
+    """Return the size that glibc assumes for the last cache, or 0 or less if it is unknown or there is no glibc."""
     try:
         return os.sysconf(SYSCONF_LEVEL3) if "CS_GNU_LIBC_VERSION" in os.confstr_names else 0
     except (OSError, ValueError):
@@ -306,7 +306,7 @@ def _read_believed_cache() -> int:
 
 
 def correct_threshold(believed: int, real: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """Like `choose_long_copies`. glibc takes the last cache for `believed` bytes, the kernel for `real` bytes."""
+    """Like `choose_long_copies`, if glibc assumes a last cache of `believed` bytes, and the kernel of `real` bytes."""
     given = environment.get(TUNABLES, "")
     counts = min(real, LARGEST_CACHE)
     if not 0 < counts < believed or THRESHOLD in given:
@@ -315,7 +315,7 @@ def correct_threshold(believed: int, real: int, environment: Mapping[str, str]) 
 
 
 def fix_addresses() -> tuple[str, ...]:
-    """Return the words to put before a command, so that all its processes load their code at the same addresses.
+    """Return a prefix for a command, so that all its processes load their code at the same addresses.
 
     Return () if this machine has no `setarch`, or forbids it, as containers may.
     """
@@ -363,7 +363,7 @@ def find_peer(connection: socket.socket) -> Peer:
 
 
 def find_readable(files: Iterable[int], seconds: float | None = None) -> list[int]:
-    """Wait until a descriptor can be read or has ended, at most for `seconds`. Return all such descriptors.
+    """Wait until a descriptor can be read or is at its end, for at most `seconds`. Return all such descriptors.
 
     `select.select` would refuse numbers above 1023, which a launcher of many hosts has.
     """

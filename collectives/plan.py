@@ -51,13 +51,13 @@ class Plan(NotCopyable):
     """One collective, compiled for fixed arrays, to be run many times. Made by `collectives.plan`.
 
     `plan()` runs it, blocks, and returns the result. To compute while it runs, call `start()`, then `test()` now and
-    then, and at last `wait()`. Do not touch the arrays between `start()` and `wait()`. All ranks must run and start
+    then, and finally `wait()`. Do not touch the arrays between `start()` and `wait()`. All ranks must run and start
     their plans in the same order.
     """
 
     def __init__(self, home: Communicator, call: Call, runner: Runner, in_place: bool) -> None:
         self.call = call
-        # runs the call: either `_bare`, or a TimedRunner around `_bare`
+        # the runner in use: `_bare`, or a TimedRunner that also records the times of `_bare`
         self.runner = runner
         self._bare = runner
         self._home = home
@@ -188,7 +188,7 @@ class Plan(NotCopyable):
 
     @property
     def predicted_seconds(self) -> float | None:
-        """The seconds that the fitted cost model predicts for a run, or None if it does not cover the algorithm."""
+        """The seconds that a run should take by the tuning table, or None if the table does not cover the algorithm."""
         # Imported only when needed, because nothing else in this module needs the simulator.
         from mpips.collectives.simulator.simulate import predict_seconds
 
@@ -197,19 +197,19 @@ class Plan(NotCopyable):
 
     @property
     def held_bytes(self) -> int:
-        """An upper estimate of the memory of the plan's work vectors, in bytes."""
+        """An upper limit of the memory that the plan's work vectors take, in bytes."""
         return self.call.nbytes if self.runner.holds else 0
 
     def free(self) -> None:
         """Free the plan's MPI requests and drop its arrays. The plan cannot run any more. Local.
 
-        If a started run is in flight, the plan is freed at the end of `wait()`.
+        If a started run has not ended yet, the plan is freed at the end of `wait()`.
         """
         if self._operation is not None:
             self._retired = True
         elif not self._freed:
             self._freed = True
-            # both: `set_timed` may change from one to the other later
+            # Set both, because `set_timed` may later replace one runner by the other.
             self.runner.fast = self._bare.fast = not_begun
             self._bare.free()
             self._arrays = self._result = None
@@ -317,7 +317,8 @@ def _call(
     return Call(kind, n, x.dtype, reduction, draft.root, resolve_algorithm(home, draft, algorithm), home.size, label)
 
 
-# bounds of a PlanCache: plans, bytes of their work vectors, entries in `by_identity`
+# the limits of a PlanCache: the number of plans, the bytes of their work vectors, the number of entries in
+# `by_identity`
 MOST_PLANS = 256
 MOST_BYTES = 256 << 20
 MOST_IDENTITIES = 1024
@@ -342,7 +343,7 @@ class CachedGroupPlan(NamedTuple):
     dtypes: list[Any]
 
     def holds(self, arrays: Sequence[Any]) -> bool:
-        """True if the plan is for these arrays. Their ids match, but Python may have reused the ids of freed arrays."""
+        """True if the plan is for these arrays. Equal ids do not prove it: Python reuses the ids of freed arrays."""
         return (
             all(map(is_, [ref() for ref in self.arrays], arrays))
             and [array.size for array in arrays] == self.sizes
@@ -361,7 +362,8 @@ def group_key(call: tuple[Any, ...], every: Sequence[Any], arrays: int) -> tuple
 class PlanCache:
     """The plans of a communicator's one-shot calls. When it is full, it frees the least recently used plan.
 
-    `by_identity` is a dict that `api` looks into first. Its keys hold the `id` of each array. This cache fills it.
+    `api` first looks for a plan in the dict `by_identity`, which this cache fills. Its keys contain the `id` of each
+    array.
     """
 
     def __init__(self, by_identity: dict[Any, Any]) -> None:
@@ -404,7 +406,7 @@ class PlanCache:
             self._drop()
 
     def _remember_group(self, call: tuple[Hashable, ...], plan: Plan, x: list[Any], out: Array) -> None:
-        """Add an entry by which `api` finds the plan of these arrays, if all of them are NumPy arrays."""
+        """Add an entry by which `api` finds the plan for these arrays, if all of them are NumPy arrays."""
         every = x if out is None else [*x, *out]
         if every and all(isinstance(array, np.ndarray) for array in every):
             refs, sizes, dtypes = zip(*((weakref.ref(array), array.size, array.dtype) for array in every))

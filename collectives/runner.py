@@ -28,10 +28,10 @@ UNEVEN = "hierarchical needs nodes with equal numbers of consecutive ranks: choo
 # Up to this size "reproducible" uses recursive_doubling, which takes fewer steps than halving_doubling but sends the
 # whole vector in each.
 DOUBLING_BYTES = 32 << 10
-# How often to look for notes (messages of `network.control`) before one of MPI's own collectives. With MPICH, one look
-# is not enough: it may only fetch a note, and the next look receives the note.
+# How often to check for notes (messages of `network.control`) before one of MPI's own collectives. With MPICH, one
+# check is not enough: the first check may only fetch a note, and the next check then receives the note.
 LOOKS = 4
-# Every collective is served by at least one of these algorithms, for any number of ranks.
+# For every collective, at least one of these algorithms works for any number of ranks.
 ALWAYS = ("ring", "binomial", "direct")
 
 
@@ -53,7 +53,7 @@ class ComparedRunner:
         self._text = text
         self._body = body
         self._compares = compares
-        # the running number of this rank's descriptor of the call on the board, and the descriptor's token
+        # the descriptor by which this rank announces the call on the board: its running number, and its token
         self._put = -DESCRIPTORS
         self._token = 0
         self.fast: Callable[[], int] = not_begun
@@ -69,7 +69,7 @@ class ComparedRunner:
         )
 
     def has_body(self, kind: type) -> bool:
-        """True if the body is an instance of this class, such as `MessagePlan`."""
+        """True if the body of the call is an instance of the class `kind`, such as `MessagePlan`."""
         return isinstance(self._body, kind)
 
     def rest(self) -> Iterator[None]:
@@ -82,8 +82,9 @@ class ComparedRunner:
     def _run_between_nodes(self) -> Iterator[None]:
         control = self._home.control
         if isinstance(self._body, NativePlan) and control is not None:
-            # If the other ranks have already given this call up, `look` finds their notes and raises. Without this, the
-            # rank would wait for ever: other ranks complete MPI's collective only with ranks that had entered it.
+            # If this call has already failed on the other ranks, `look` finds their notes and raises. Without this
+            # check, this rank would wait for ever: the other ranks complete MPI's collective only together with ranks
+            # that had entered it before the failure.
             for _ in range(LOOKS):
                 control.look(0.0)
         yield from self._body.run()
@@ -186,7 +187,7 @@ def make_body(home: Communicator, call: Call, x: Flat, out: Flat, tags: Tags) ->
 
 
 def way_limits(home: Communicator, ranks: int) -> WayLimits:
-    """Return the vector sizes from which `ranks` ranks of a node use another kind of program (`node.program`)."""
+    """Return the vector sizes from which on the ranks of a node of `ranks` ranks use another kind of program."""
     slots = home.table.slot_limits(ranks, home.board.memory.crowded)
     return WayLimits(slots.always, slots.ordinary, home.table.cross_memory_from(ranks))
 
@@ -248,7 +249,7 @@ def build_schedule(home: Communicator, call: Call) -> Schedule:
 
 # How often a rank that tests a started run checks whether the generation has ended.
 LOOK_SECONDS = 1e-3
-# At most this many seconds of the time between two tests count as waiting. For the rest, the rank was computing.
+# Of the time between two tests, at most this many seconds count as waiting. During the rest, the rank was computing.
 MOST_BESIDE = 1.0
 
 
@@ -290,7 +291,7 @@ class StartedRun:
 
 
 def begin(home: Communicator, run: StartedRun) -> None:
-    """Start a run and advance it until it has to wait."""
+    """Start a run, and advance it until it has to wait for other ranks."""
     home.started.append(run)
     home.update_fast_paths()
     advance(home)
@@ -298,7 +299,7 @@ def begin(home: Communicator, run: StartedRun) -> None:
 
 def advance(home: Communicator) -> None:
     """Advance all started runs as far as possible without blocking."""
-    # True once the loop has passed an exclusive run that is not done: later exclusive runs must wait for that run
+    # True once the loop has found an exclusive run that is not done: later exclusive runs must wait for that run
     exclusive_waits = False
     for run in list(home.started):
         if run.exclusive and exclusive_waits:

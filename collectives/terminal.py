@@ -1,7 +1,7 @@
 """Shared code of all commands: progress, tables, option types, output files, sizes, exit codes and Ctrl-C.
 
 All tables have the same style, which never cuts a number or a name, however narrow the terminal is. If a command cannot
-write to its standard output, it goes on, writes its files, and reports the lost output once at its end. Rich is
+write to its standard output, it continues, writes its files, and reports the lost output once at its end. Rich is
 imported only when it is needed for printing, so that `mpips --help` is fast.
 """
 
@@ -165,7 +165,7 @@ class InterruptibleGroup(Interruptible, click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        # resilient_parsing: a shell is completing a command line, and must not see an error.
+        # If `resilient_parsing` is set, a shell is completing a command line, and must not see an error.
         if args[0] not in self.commands and not ctx.resilient_parsing:
             near = difflib.get_close_matches(args[0], self.commands, 1)
             meant = f"Did you mean {near[0]!r}?" if near else f"There are {', '.join(self.commands)}."
@@ -441,8 +441,8 @@ def split_words(text: str) -> list[str]:
 def keep_stdout() -> Iterator[None]:
     """A context that lets a command run to its end even if its standard output cannot be written.
 
-    If output was lost, it prints a sentence on standard error at the end, and turns exit code 0 into 1. A standard
-    output that was closed from the start is replaced by the null device.
+    If output was lost, it prints an error message on standard error at the end, and turns exit code 0 into 1. A
+    standard output that was closed from the start is replaced by the null device.
     """
     # This command runs within another command, which will report lost output.
     if isinstance(sys.stdout, _KeptStdout):
@@ -476,7 +476,7 @@ def keep_stdout() -> Iterator[None]:
 class _KeptStdout:
     """A text stream that goes to the null device once it cannot be written. `lost` is the reason, or "" before that.
 
-    If the reader of a pipe has gone (BrokenPipeError), the command ends instead.
+    If the reader of a pipe has closed it (BrokenPipeError), the command ends instead.
     """
 
     def __init__(self, stream: TextIO) -> None:

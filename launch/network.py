@@ -1,8 +1,8 @@
 """Examine the networks of a job's hosts, for the options `--interface` and `--topology` of `mpips run`.
 
 BCube(n, k) gives each host an address of k digits, each below n. Two hosts share a switch of level l if and only if
-their addresses differ only in digit l. `--topology` finds the digits from the subnets. Without the subnets of level l,
-the hosts fall into n groups that are not connected with each other, and all hosts of a group have the same digit l.
+their addresses differ only in digit l. `--topology` finds the digits from the subnets. If the subnets of level l are
+left out, the hosts form n groups that are not connected with each other. All hosts of a group have the same digit l.
 Ranks are then numbered in the order of the hosts' addresses.
 
     mpirun -n 1 --host h0 python -m launch.network : -n 1 --host h1 ...
@@ -91,9 +91,9 @@ def place_in_topology(
 def order_hosts(topology: BCube | FatTree, reports: Sequence[HostReport], nics: Sequence[str]) -> list[HostReport]:
     """Sort the reports of hosts by the hosts' addresses in the topology.
 
-    The first host gets address 0. In a fat-tree all switches are in one subnet, so the subnets do not tell the hosts'
-    places. The hosts of a fat-tree keep their order, so the caller must give them sorted by pod, then by edge switch,
-    then by slot.
+    The first host gets address 0. In a fat-tree all switches are in one subnet, so the subnets do not show the
+    addresses of the hosts. The hosts of a fat-tree keep their order, so the caller must give them sorted by pod, then
+    by edge switch, then by slot.
 
     Args:
         topology: The topology.
@@ -147,8 +147,8 @@ def _find_digits(
 ) -> list[int]:
     """Return digit `level` of each host's address.
 
-    Without the subnets of this level, the hosts fall into groups of connected hosts. The digit of a host is the number
-    of its group.
+    If the subnets of this level are left out, the hosts form groups of connected hosts. The digit of a host is the
+    number of its group.
     """
     group = list(range(len(reports)))
     for other, networks in enumerate(subnets):
@@ -195,16 +195,16 @@ def find_missing_routes(
     return commands
 
 
-# How a report line begins. This tells reports from other lines that mpirun and ssh may print.
+# The beginning of a report line. It distinguishes reports from other lines that mpirun and ssh may print.
 MARK = "mpips-network "
 # seconds that the hosts may take to answer
 LIMIT = 60.0
 
 
 class IpRoute(NamedTuple):
-    """A route of a host."""
+    """An entry of a host's routing table."""
 
-    # the subnet to which the route leads
+    # the subnet to which this route leads
     to: IPv4Network
     # the address of the gateway; None if the target is in the subnet of the NIC
     via: str | None

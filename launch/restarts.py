@@ -1,9 +1,9 @@
 """`mpips run --restarts`: start a job again after a death, from its newest checkpoint.
 
-A *death* means that a signal has ended a rank or mpirun, or that a host no longer answers. After two other kinds of end
-the job is not started again. Either the program raised an exception or exited with a code of its own, and would do so
-again. Or a signal to `mpips run` ended the job. With spares the remaining ranks first try to go on without the dead
-rank, and the job starts again only if they cannot.
+A *death* means that a signal has ended a rank or mpirun, or that a host no longer answers. The job is not started again
+in two cases. In the first case the program raised an exception or exited with a code of its own, and would do so again.
+In the second case a signal to `mpips run` ended the job. With spares the remaining ranks first try to go on without the
+dead rank, and the job starts again only if they cannot.
 """
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ def _answers(host: str, launcher: Launcher, machine: Machine, extra: Sequence[st
 def reduce_roles(options: Options, hosts: Sequence[Host]) -> Options:
     """Return the options with the numbers of ranks reduced until the job fits on these hosts.
 
-    Spares are given up first, then workers, then servers. At least one worker stays, and at least one server if the job
-    has servers. Raises LauncherError if the hosts cannot hold even these.
+    The number of spares is reduced first, then the number of workers, then the number of servers. At least one worker
+    stays, and at least one server if the job has servers. Raises LauncherError if the hosts cannot hold even these.
     """
     if not hosts:
         raise LauncherError("no host answers")

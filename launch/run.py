@@ -338,7 +338,7 @@ def begin_log(level: str | None, folder: str | None, form: str | None) -> None:
 
 
 def merge_log() -> None:
-    """Merge the log files of all ranks into one file. If the merge fails, print a line and go on."""
+    """Merge the log files of all ranks into one file. If the merge fails, print a line and continue."""
     _, folder, form = log.read_variables()
     try:
         if folder:
@@ -597,7 +597,7 @@ def check_alone() -> None:
 
 
 def _add_cause(end: process.JobEnd, possible_cause: str) -> str:
-    """Return the sentence about the end of a job. If the job has failed without a signal, append the possible cause."""
+    """Return the message about the end of a job. If the job has failed without a signal, append the possible cause."""
     if not possible_cause or not end.code or end.signal:
         return end.sentence
     return f"{end.sentence}; {possible_cause}" if end.sentence else f"mpips: {possible_cause}"

@@ -49,7 +49,7 @@ from mpips.collectives.terminal import (
 )
 
 BESIDE_MPI = "beside the MPI's own best call in the same run. Times are of one call on the slowest rank."
-# the commands and their help
+# the name of each subcommand, and its help text
 CASES = {
     **{kind: f"Time {kind} over the ranks of the job, {BESIDE_MPI}" for kind in BUS_FACTOR},
     "pt2pt": "Time a ping-pong of ranks 0 and 1 by size.",
@@ -57,7 +57,7 @@ CASES = {
 }
 # algorithms that `schedule.catalog` does not have
 PLANS = ("auto", "shared_memory", "native")
-# algorithms that can only be called and block, without a separate start and wait
+# algorithms that have only a blocking call, and no separate start and wait
 ONE_SHOTS = ("one_shot", "gloo", MPI_NAME)
 ARRAYS = ("ordinary", "empty")
 
@@ -312,7 +312,8 @@ def check(
     for name in names:
         if reason := _refusal(collective, name, ranks):
             raise click.UsageError(f"--algorithms {name}: {reason}")
-    # The number of arrays as large as the larger buffer: one or two for each kind of array, and two for the bare copy.
+    # The number of arrays that have the size of the larger buffer: one or two for each kind of array, and two for the
+    # bare copy.
     arrays_of_all = 2 + len(set(kinds)) * (2 if collective in ("reduce", "alltoall") else 1)
     _fits(sizes, largest, 1 if collective == "iallreduce" else arrays_of_all)
     return BenchmarkOptions(element, counts, names, kinds)

@@ -75,7 +75,7 @@ class BenchmarkCase:
     dtype: np.dtype[Any]
     n: int
     comm: MPI.Comm
-    # kind of array -> (source, result); `arrays` makes those that are missing
+    # kind of array -> (source, result); `arrays` adds the missing ones
     made: dict[str, tuple[NDArray[Any], NDArray[Any]]] = field(default_factory=dict)
     # yields numbers for `renew`, the same on all ranks
     _turns: Iterator[int] = field(default_factory=lambda: cycle((1, 2)))
@@ -176,7 +176,7 @@ class BenchmarkCase:
 
     @cached_property
     def _known(self) -> tuple[NDArray[Any], NDArray[Any]]:
-        """What this rank contributes in a check, and what it must get."""
+        """The values that this rank contributes in a check, and the result that it must get."""
         rank, p = self.comm.rank, self.comm.size
         whole = contribution(self.op, rank, self.n, self.dtype, p)
         own = slice(self.bounds[rank], self.bounds[rank + 1])
@@ -279,7 +279,7 @@ GLOO_ATTEMPTS = 3
 GLOO_SECONDS = 60.0
 
 RivalCall = Callable[[], object]
-# a blocking and a non-blocking call of MPI, and their arguments
+# a blocking call of MPI, the non-blocking call for the same collective, and the arguments of both
 MPICalls: TypeAlias = tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]
 
 
@@ -288,14 +288,14 @@ def mpi_calls(
 ) -> list[RivalCall]:
     """Return MPI's blocking and non-blocking calls, or an empty list if MPI does not know the dtype.
 
-    If all blocks are equal, the calls for equal blocks are among them.
+    If all blocks have the same size, the list also has MPI's calls for equal blocks.
 
     Args:
         kind: The collective.
         op: The reduction.
         comm: The ranks.
         source: The array to read.
-        out: The array to write. In place it is `source`.
+        out: The array to write. For a call in place it is `source`.
         blocks: The number of elements of each rank's block (for reduce_scatter, allgather and alltoall).
     """
     mpi_op = OPS[op]

@@ -6,8 +6,8 @@ first call, which finds another call's data in the caches. Each round has a new 
 always follow the same other call. Slow changes in the speed of the machine affect all calls alike. The caller may give
 the arrays new values before each batch: a copy of unchanged memory can come from a cache.
 
-Calls may be as short as a microsecond or as long as a second, and may run on all ranks or only on some. Alpha and beta
-are the parameters of the cost model (`simulator.cost`).
+Calls may be as short as a microsecond or as long as a second, and may run on all ranks or only on some. Alpha (seconds
+for each message) and beta (seconds for each byte) are the parameters of the cost model (`simulator.cost`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BATCH_SECONDS = 2e-3
 MOST_CALLS = 4096
 WARM_CALLS = 3
 LEAST_ROUNDS, MOST_ROUNDS = 5, 200
-# how often a rank that takes no part in a call checks whether the other ranks have ended the call
+# how often a rank that takes no part in a call checks whether the other ranks have finished the call
 LOOK_SECONDS = 5e-4
 
 # a call to time; its result is ignored
@@ -36,7 +36,7 @@ TimedCall: TypeAlias = Callable[[], object]
 
 
 class Timing(NamedTuple):
-    """The seconds that a call takes: for each round, the mean over the calls of the batch, on the slowest rank."""
+    """The seconds that a call takes. Each round gives one value: the mean of a batch of calls, on the slowest rank."""
 
     rounds: NDArray[np.float64]
 

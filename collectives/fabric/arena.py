@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 64
 HUGE_PAGE = 2 << 20
-# The size of the first segment. It is not larger, because every rank of the node maps it, and `ulimit -v` counts mapped
+# The size of the first segment. It is small, because every rank of the node maps it, and `ulimit -v` counts all mapped
 # addresses, used or not.
 FIRST_BYTES = 256 << 20
 # the size of the fifth segment and of all later ones
@@ -54,7 +54,8 @@ SPARSE_BYTES = 128 << 20
 _MADV_REMOVE = 9
 _MADV_POPULATE_WRITE = 23
 _MADV_COLLAPSE = 25
-# An array that grows gets huge pages once it has more of them, so that small arrays take little memory.
+# An array that grows gets huge pages only once it is longer than this many huge pages, so that small arrays take little
+# memory.
 FEW_HUGE_PAGES = 2
 
 
@@ -89,7 +90,7 @@ class _FreeList:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        # start -> length of the intervals in use
+        # the intervals in use: start -> length
         self._taken: dict[int, int] = {}
         self._rebuild()
 
@@ -179,7 +180,7 @@ class _Segment:
         self.idle = 0
         # True if the file is in a file system that may fill up while the node still has free memory
         self.bounded = os.fstatvfs(self.fd).f_blocks > 0
-        # bytes that may be touched before the free memory must be checked again
+        # the bytes that this rank may touch before it must check the free memory again
         self._sure = 0
 
     def allocate(self, nbytes: int) -> int | None:
@@ -245,7 +246,7 @@ class _Segment:
 
 
 def _memory_error(nbytes: int, error: OSError) -> MemoryError:
-    # Errors of these kinds come from machine.open_memory, whose text says what to do.
+    # Errors of these kinds come from machine.open_memory. Their text already says what to do.
     if error.errno in (errno.EPERM, errno.EACCES, errno.ENOSYS):
         return of_caller(MemoryError(f"no memory for {nbytes} bytes of node-shared array: {error.strerror}"))
     cure = f"ask for less, or give the job fewer ranks on a node{_advice_on_ulimit_v()}"
@@ -471,7 +472,7 @@ def _open_sparse() -> int:
     try:
         return open_memory(SPARSE_BYTES)
     except OSError:
-        # No folder has that much room. A store without tables needs no room, so take any folder.
+        # No folder has that much room. Take any folder, because a store without embedding tables needs no room.
         return open_memory()
 
 
@@ -511,8 +512,8 @@ class SparseFile:
     def zeros(self, shape: tuple[int, ...], dtype: DTypeLike) -> tuple[NDArray[Any], int]:
         """Make an array of zeros. Return it and its offset in the file.
 
-        When the array is freed its memory is given back, even if other processes have mapped it. Raises MemoryError if
-        this process cannot map that many addresses.
+        When the array is freed, its memory goes back to the system, even if other processes have mapped it. Raises
+        MemoryError if this process cannot map that many addresses.
         """
         nbytes = max(1, -(-math.prod(shape) * np.dtype(dtype).itemsize // mmap.PAGESIZE)) * mmap.PAGESIZE
         offset = os.fstat(self._fd).st_size
@@ -551,8 +552,8 @@ def use_huge_pages(array: NDArray[Any], before: int, after: int) -> None:
     """Let the kernel provide huge pages for an array of a sparse file whose first `before` bytes are in use.
 
     Call this before the bytes up to `after` are written. Random reads of huge pages take less time, because the
-    processor keeps the addresses of 512 times as much memory. The first writes are faster, too. Does nothing where the
-    system has no huge pages.
+    processor's address cache (TLB) then covers 512 times as much memory. The first writes are faster, too. Does nothing
+    where the system has no huge pages.
     """
     first, last = -(-before // HUGE_PAGE), -(-after // HUGE_PAGE)
     if last <= FEW_HUGE_PAGES or first >= last:

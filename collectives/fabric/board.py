@@ -68,10 +68,11 @@ NUMBERS = (1 << 32) - 1
 # the word of a rank that has left the generation
 OUT = (1 << 64) - 1
 OUT_TOKEN = OUT & NUMBERS
-# How often a rank reads the row before it yields its core: with a core of its own, and if ranks share cores.
+# How often a rank reads the row before it yields its core: if each rank has a core of its own, and if ranks share
+# cores.
 SPINS_ALONE, SPINS_SHARED = 64, 1
 LOOK_AT_PEERS_SECONDS = 0.05
-# the longest time that a failing rank waits until no other rank touches its arrays
+# the longest time that a failing rank waits for the other ranks to stop using its arrays
 LEAVING_SECONDS = 5.0
 # A processor may delay a store behind a later load, but never for this long.
 SETTLE_SECONDS = 1e-3
@@ -106,7 +107,7 @@ class Poison:
             return self._error()
 
     def error(self) -> CollectiveError:
-        """Return the error that all ranks raise. The flag must be set."""
+        """Return the error that all ranks raise. Call this only when the flag is set."""
         # Taking the lock orders memory accesses on any processor, so that this rank sees the whole message.
         with self._locked():
             return self._error()
@@ -179,7 +180,7 @@ class Peers:
 
 
 class Board:
-    """One rank's view of the words that the ranks of a node share during one generation.
+    """One rank's view of the words through which the ranks of a node wait for each other, during one generation.
 
     `names` has for each rank of the node the number that error messages show.
     """
@@ -195,7 +196,8 @@ class Board:
         self.descriptors = Descriptors(memory.descriptors, memory.rank, names)
         self.poison = Poison(memory.poison, memory.poison_fd)
         self.entries, self.progress = memory.rows
-        # shows other processes, such as `mpips top`, in which operation this rank is
+        # the marks on this rank's page, by which other processes, such as `mpips top`, see in which operation this rank
+        # is
         self.marks = Marks(memory.identity)
         self.fence = memory.fence
         # A row is read as one large integer. `ones` times a number is the row in which every word is that number.
@@ -204,28 +206,29 @@ class Board:
         self.numbers = self.ones * NUMBERS << 32
         # the number of the operation that this rank has entered last
         self.number = 0
-        # the number of phases that this rank has finished, over all operations
+        # the number of phases that this rank has finished in all operations together
         self.phase = 0
         # `lent` is the last operation for which this rank has lent its arrays to other ranks. A rank has finished with
         # the lent arrays once it has signalled phase `last_phase`.
         self.last_phase = 0
         self.lent = 0
-        # Fast paths may begin only with a descriptor whose running number is above this; see `hold_fast_paths`.
+        # A fast path may begin only if the running number of its descriptor is above this; see `hold_fast_paths`.
         self.spent = -DESCRIPTORS
         self.spins = SPINS_SHARED if memory.crowded else SPINS_ALONE
         self._held = False
-        # True while this rank carries out an operation over messages
+        # True while `carried_out` runs an operation over messages
         self._carrying = False
-        # when to check next whether other processes have ended
+        # the time of the next check whether other processes have ended
         self._due = 0.0
         self._peers = Peers(memory.pids)
-        # raises if the enclosing generation has ended; see `Communicator.set_enclosing_look`
+        # a function that raises if the generation of the enclosing store has ended; see
+        # `Communicator.set_enclosing_look`
         self.enclosing_look: Callable[[float], None] | None = None
 
     def publish(
         self, descriptor: Descriptor, all_places: NDArray[np.int64] | None = None, place: ArrayPlace | None = None
     ) -> int:
-        """Put a descriptor into this rank's area and return its token. See `Descriptors.publish`."""
+        """Write a descriptor into this rank's area and return its token, a number. See `Descriptors.publish`."""
         token = self.descriptors.publish(descriptor, all_places, place)
         self.marks.name(token, descriptor.text)
         self.hold_fast_paths(self._held)
@@ -241,7 +244,7 @@ class Board:
         self.spent = sys.maxsize if held else self.descriptors.put - DESCRIPTORS
 
     def enter(self, token: int, lends: bool = False) -> None:
-        """Enter the next operation with this token. A rank that sees the token also sees everything written before.
+        """Enter the next operation: store `token`. A rank that sees the token also sees everything written before it.
 
         If `lends`, this rank lends its arrays: each other rank may access them until it has finished one phase.
         """
@@ -264,7 +267,7 @@ class Board:
         drive(wait_until(self._complete), self, what)
 
     def tokens(self) -> tuple[int, ...]:
-        """Return the token of each rank. Valid after a meeting, until this rank enters the next operation."""
+        """Return the token of each rank in the current operation. Call this after all ranks have entered it."""
         return tuple(word & NUMBERS for word in self.entries[self.number & 1])
 
     def read(self, tokens: Sequence[int]) -> list[Descriptor]:
@@ -289,7 +292,7 @@ class Board:
         self.progress[self.phase & 1][self.rank] = self.phase
 
     def followed(self) -> Iterator[None]:
-        """Yield until all ranks have finished as many phases as this one."""
+        """Yield until every other rank has finished as many phases as this rank has."""
         row, finished = self.progress[self.phase & 1], self.phase * self.ones
         while int.from_bytes(row, ORDER) != finished:
             yield
@@ -297,11 +300,11 @@ class Board:
             self.fence()
 
     def follow(self, what: str) -> None:
-        """Like `followed`, but blocking. `what` names the call in errors."""
+        """Wait until every other rank has finished as many phases. Blocking. `what` names the call in errors."""
         drive(self.followed(), self, what)
 
     def carried_out(self, steps: Iterator[None]) -> Iterator[None]:
-        """Run the steps of an operation over messages, after the ranks have met for it on this board.
+        """Run the steps of an operation over messages, after all ranks have entered it on this board.
 
         At the end, write to the board that this rank is done, so that other ranks can tell which ranks are late.
         """
@@ -338,7 +341,8 @@ class Board:
     def look_at_all(self, waited: float = 0.0) -> None:
         """Raise if the generation has ended, or if any process of the node has died without leaving.
 
-        Called when this rank waits for no word on this board. `look` checks only the ranks for which this rank waits.
+        Called while this rank does not wait for other ranks on this board. `look` checks only the ranks for which this
+        rank waits.
         """
         if self.poison.flag[0]:
             raise self.poison.error()
@@ -360,13 +364,14 @@ class Board:
         self.hold_fast_paths(True)
         last_signal = max(row[self.rank] for row in self.progress)
         lending = self.lent == self.number and last_signal < self.last_phase
-        # The other ranks have all that they need for this operation if the row is complete, and if this rank either has
-        # lent no arrays or has finished the phase for which it lent them. Then let them complete the operation.
+        # The other ranks can complete this operation if the row is complete, and if this rank has lent no arrays or has
+        # finished the phase for which it lent them. Otherwise make sure that the row never becomes complete.
         if lending or not self._complete():
             self.entries[self.number & 1][self.rank] = OUT
-        # OUT is greater than any phase, so other ranks see that this rank does not touch their arrays any more. The row
-        # of the last signal stays as it is, because slower ranks may still wait for that signal. `phase` does not tell
-        # which row that is: a fast path sets it before the phases.
+        # Write OUT into the row for the next signal. OUT is greater than any phase, so other ranks see that this rank
+        # does not touch their arrays any more. The row of the last signal stays as it is, because slower ranks may
+        # still wait for that signal. (`phase` does not tell which row this is, because a fast path sets `phase` before
+        # its phases begin.)
         self.progress[last_signal + 1 & 1][self.rank] = OUT
         if self.fence is not None:
             self.fence()
@@ -397,7 +402,7 @@ class Board:
         self.memory.words[self.rank][LEFT] = how
 
     def close(self) -> None:
-        """Give the board up. Other ranks may do so later."""
+        """Stop using the board. Other ranks may still use it."""
         self.marks.close()
         self.memory.close([rank for rank in range(self.size) if self._peers.has_ended(rank)])
 
@@ -433,7 +438,7 @@ class Board:
 
 
 def describe_unreachable(board: Board, error: OutOfReach) -> str:
-    """Return the error message for the case that this rank could not reach the memory of another process."""
+    """Return the error message for a rank that could not reach the memory of another process."""
     other = board.names[board.memory.pids.index(error.pid)]
     why = os.strerror(error.errno)
     return f"rank {board.names[board.rank]} cannot reach the memory of rank {other} any more: {why}"

@@ -22,8 +22,8 @@ from mpips.collectives.clock import Clock
 
 C = TypeVar("C", bound=MPI.Comm)
 WATCH_SECONDS = 4e-3
-# After the parent of a communicator was revoked, a rank that is still making the communicator gives up within this
-# time.
+# After the parent of a communicator was revoked, a rank that is still making the communicator stops doing so within
+# this time.
 MAKING_SECONDS = 0.02
 # how long after an error to wait for MPI to report the death that may have caused it
 DEATH_SECONDS = 1.0
@@ -79,11 +79,11 @@ class CommCreationGuard:
     needs MPI_THREAD_MULTIPLE. A process can be in only one such context at a time.
 
     Args:
-        is_hopeless: Called by the thread again and again, and True when all shall be revoked. None: when a rank of
-            `comm` has died.
+        is_hopeless: A function that the thread calls again and again. When it returns True, all communicators are
+            revoked. None: they are revoked when a rank of `comm` has died.
     """
 
-    # the context that this process is in
+    # the context in which this process currently is, or None
     present: CommCreationGuard | None = None
 
     def __init__(self, comm: MPI.Comm, is_hopeless: Callable[[], bool] | None = None) -> None:
@@ -125,7 +125,7 @@ class CommCreationGuard:
                 for comm in reversed(earlier):
                     _revoke(comm)
                 # Open MPI crashes if this rank revokes the last communicator while another rank is still making it. So
-                # its parents are revoked first: then that other rank gives up within MAKING_SECONDS.
+                # its parents are revoked first: then that other rank stops making it within MAKING_SECONDS.
                 if earlier:
                     time.sleep(MAKING_SECONDS)
                 _revoke(last)

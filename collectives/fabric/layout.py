@@ -38,9 +38,9 @@ from mpips.collectives.recorder.ring import WORD
 
 POISON_BYTES = 4096
 PROGRAM_ENDED, CLOSED = 1, 2
-# the word `LEFT` of a rank that has gone -> how it has gone, in words
+# value of the word `LEFT` -> how the rank has left, in words for error messages
 DEPARTURES = {0: "its process has ended", PROGRAM_ENDED: "its program has ended", CLOSED: "it has closed its store"}
-# descriptors that an area has room for
+# the number of descriptors for which an area has room
 DESCRIPTORS = 512
 DESCRIPTOR_BYTES = 1024
 HEAD_WORDS = 16
@@ -49,7 +49,7 @@ TEXT_BYTES = DESCRIPTOR_BYTES - HEAD_BYTES
 # After this token, tokens start again at 1. It is a multiple of DESCRIPTORS, so each token keeps its place in the area.
 # Higher numbers are never tokens.
 LAST_TOKEN = (1 << 32) - DESCRIPTORS
-# number of words for a pair of places: that of a call's input `x` and that of its output `out`
+# the number of words that hold two places: that of a call's input `x` and that of its output `out`
 PLACE_WORDS = 12
 
 
@@ -79,7 +79,7 @@ class Descriptor(NamedTuple):
     # For each array of the call a pair: the place of its input `x`, from which the call reads, and the place of its
     # output `out`, to which the call writes. Most calls have one array.
     places: tuple[tuple[ArrayPlace, ArrayPlace], ...] = ()
-    # digest of the text before it was cut; ranks whose digests differ make different calls
+    # a hash of the whole text; if it differs between ranks, the ranks make different calls
     digest: int = 0
 
 
@@ -93,9 +93,10 @@ class Descriptors:
         self._areas = areas
         self._rank = rank
         self.names = tuple(names)
-        # The number of descriptors that this rank has put so far. Each stays readable until DESCRIPTORS more are put.
+        # The number of descriptors that this rank has published so far. Each stays readable until DESCRIPTORS more are
+        # published.
         self.put = 0
-        # (rank, token) -> descriptor
+        # (rank, token) -> the descriptor of this token, once it was read
         self._known: dict[tuple[int, int], Descriptor] = {}
         # token -> the places of the arrays of a call of several arrays. Kept as long as the descriptor is readable.
         self._many: dict[int, NDArray[np.int64]] = {}
@@ -194,7 +195,7 @@ ORDERED_STORES = platform.machine().lower() in ("x86_64", "amd64", "i686", "i386
 
 
 class BoardRows(NamedTuple):
-    """The rows of a node, in pairs (even, odd): `entries` has one for operations, and `progress` one for phases."""
+    """The rows of words of a node, in pairs (even, odd): `entries` for operations, and `progress` for phases."""
 
     entries: tuple[memoryview, memoryview]
     progress: tuple[memoryview, memoryview]
@@ -230,9 +231,9 @@ class NodeAreas:
         self.size = len(areas)
         self.areas = areas
         self.pids = pids
-        # True if ranks share cores. Then each wait of the ranks for each other costs context switches.
+        # True if ranks share cores. Then ranks that wait for each other cause context switches.
         self.crowded = self.size > cores
-        # True if there is a second core for each rank, which can communicate while the first core computes
+        # True if each rank has two cores, so that one core can communicate while the other computes
         self.roomy = 2 * self.size <= cores
         self.identity = identity
         self.reachable = reachable
@@ -266,12 +267,12 @@ class NodeAreas:
         return self.areas[rank][start : start + SLOT_BYTES]
 
     def stage_in(self, rank: int, parity: int, owner: int) -> NDArray[np.uint8]:
-        """Return the stage into which `rank` copies its input for `owner` to reduce."""
+        """Return the stage (a buffer in shared memory) into which `rank` copies its input for `owner` to reduce."""
         start = STAGES_AT + (parity * self.size + owner) * self.block_bytes
         return self.areas[rank][start : start + self.block_bytes]
 
     def stage_out(self, rank: int, third: int) -> NDArray[np.uint8]:
-        """Return the stage, number `third` of three that are used in turn, into which `rank` writes its results."""
+        """Return the stage into which `rank` writes its results: number `third` of three that are used in turn."""
         start = STAGES_AT + 2 * STAGE_BYTES + third * BLOCK_BYTES
         return self.areas[rank][start : start + self.block_bytes]
 
@@ -282,7 +283,7 @@ class NodeAreas:
         return self._buffers
 
     def close(self, ended: Iterable[int]) -> None:
-        """Give the areas up. Collective if there is a fence.
+        """Stop using the areas. Collective if there is a fence.
 
         Other ranks may still read this rank's area, so it stays in memory until all of them have called this, except
         those whose processes have `ended`.
@@ -299,7 +300,7 @@ class NodeAreas:
             self._window.Free()
 
     def abandon(self) -> None:
-        """Give the areas up. Not collective. Called when no other rank uses this rank's area any more."""
+        """Free the areas. Not collective. Called when no other rank uses this rank's area any more."""
         os.close(self.poison_fd)
 
 
@@ -308,7 +309,7 @@ def area_bytes(size: int) -> int:
     return ROWS_AT + 4 * (-(-size * 8 // LINE_BYTES) * LINE_BYTES)
 
 
-# objects that were closed while other ranks may still read this rank's area
+# objects that are closed, but whose memory other ranks may still read
 _closed: list[NodeAreas] = []
 
 

@@ -5,17 +5,17 @@ at the same time.
 
 **Requests.** Vectors are sent and received by persistent requests. If an error ends an operation while requests are in
 flight, the requests and their memory are kept until MPI has finished with them. Receives are cancelled. Sends complete
-when their communicator is given up, because every rank then receives and drops all messages that were sent on it.
+when their communicator is closed, because every rank then receives and discards all messages that were sent on it.
 
 **The MPI library's own collectives** cannot be cancelled (`NativeCollectives`). As long as one rank has not completed
-such a collective, MPI may also access the arrays of the other ranks. So before a rank gives up a collective, it tries
-to complete it. If that is impossible, the communicator is never freed.
+such a collective, MPI may also access the arrays of the other ranks. So before a rank abandons a collective, the rank
+tries to complete it. If that is impossible, the communicator is never freed.
 
 **Communicators** are freed only after every message that was sent on them has arrived, for this reason:
 
 1. Communicator A is freed while a message on it is still in flight.
 2. MPI gives A's number to a new communicator B.
-3. MPI takes the late message for a message on B. With Open MPI the real message of that sender then waits for ever.
+3. MPI mistakes the late message for a message on B. With Open MPI the real message of that sender then waits for ever.
    MPICH makes this mistake even with messages that arrived before A was freed and that nobody received.
 
 The messages of a sender on a communicator arrive in the order in which they were sent. So each rank sends a last
@@ -47,9 +47,9 @@ from mpips.collectives.fabric.wait import NAP_AFTER_BETWEEN_NODES, Limits, drive
 from mpips.collectives.recorder import own as recorder
 
 FIRST_TAG = 16
-# the highest tag that every MPI must have
+# the highest tag that every MPI must support
 LEAST_TAG = 32767
-# number of tags for plans; one-shot calls use all tags above
+# the number of tags for plans, which use the lowest tags; one-shot calls use all higher tags
 TAGS = 8000
 
 
@@ -59,10 +59,11 @@ def last_tag() -> int:
 
 
 class Lanes(NamedTuple):
-    """The MPI communicators that messages go over."""
+    """The MPI communicators that carry messages."""
 
     comm: MPI.Intracomm
-    # The ranks with the same node-local rank as this one, one per node. None if nodes differ in size.
+    # A communicator of one rank from each node: the ranks with the same node-local rank as this one. None if nodes have
+    # different numbers of ranks.
     across: MPI.Comm | None
 
 
@@ -80,7 +81,7 @@ class Tags:
     def __init__(self, lanes: Lanes, first: int | None = None):
         self.lanes = lanes
         self._first = first
-        # number of tags taken
+        # the number of tags that this plan has taken
         self.count = 0
 
     def take(self, count: int, text: str) -> list[int]:
@@ -99,16 +100,16 @@ class Tags:
 
 MESSAGE_BYTES = 4 << 20
 CARRY_SECONDS = 1e-4
-# How long a rank that gives up a collective waits for the other ranks to enter it. Within this time, a rank that does
-# not know of the failure yet has entered the collective, even if cores are busy.
+# How long a rank that abandons a collective waits for the other ranks to enter it. The time is long enough for every
+# rank that does not know of the failure yet to enter the collective, even if cores are busy.
 COMING_SECONDS = 0.5
 # When `_kept_requests` has this many requests, check which of them are complete.
 TEST_AT = 64
 _test_at = TEST_AT
-# id -> a request that nobody waits for. Several threads add and remove requests.
+# id -> a request for which no operation waits any more. Several threads add and remove requests.
 _kept_requests: dict[int, MPI.Request] = {}
 _test_lock = Lock()
-# unfinished collectives of MPI, with their communicators
+# collectives of MPI that were abandoned and are not finished, each with its communicator
 _collectives: list[tuple[MPI.Request, MPI.Comm]] = []
 
 
@@ -128,9 +129,9 @@ class ArrivalBarrier:
         self._what = what
         # how long this rank had waited when `look` last searched for ranks that have ended
         self._looked = 0.0
-        # the ranks that this search found
+        # the ranks that this search found to have ended
         self._gone = set[int]()
-        # for each rank, the byte that it has sent: 1 once it has arrived
+        # for each rank, the byte received from it: 1 once the rank has arrived, 0 before
         self._arrived = np.zeros(size, np.uint8)
         self._sent = np.ones(size, np.uint8)
         counts, places = [1] * size, list(range(size))
@@ -161,14 +162,14 @@ class ArrivalBarrier:
         late = self.late()
         in_job = dict(zip(ranks_of_job(self._comm, late), late))
         gone = {in_job[rank] for rank in recorder.find_ended(list(in_job))}
-        # Raise only for a rank that had already ended at the previous look. A rank may arrive, give up and end. Then
-        # its byte comes in between two looks, and at the second look the rank is not late any more.
+        # Raise only for a rank that had already ended at the previous check. A rank may arrive, stop waiting and end.
+        # Its byte is then received between two checks, and at the second check the rank is not late any more.
         for rank in sorted(gone & self._gone):
             raise CollectiveError(f"{self._what}: rank {rank} is needed, and its program has ended")
         self._gone = gone
 
 
-# barriers that this process waits for, and barriers whose wait it gave up
+# barriers for which this process waits, and barriers for which it has stopped waiting before all ranks arrived
 _waited_barriers: list[ArrivalBarrier] = []
 
 
@@ -182,14 +183,14 @@ def ranks_of_job(comm: MPI.Intracomm, ranks: Sequence[int]) -> list[int]:
         job.Free()
 
 
-# a non-blocking collective of MPI, and its arguments
+# a non-blocking collective of MPI (a method of a communicator), and the arguments to call it with
 NativeCall: TypeAlias = "tuple[Callable[..., MPI.Request], tuple[Any, ...]]"
 
 
 class NativeCollectives:
     """Runs the MPI library's own collectives on one communicator.
 
-    A call is a *row* of one or more of these collectives, which run one after another.
+    A call of this package runs a *row*: one or more of these collectives, one after another.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -210,9 +211,10 @@ class NativeCollectives:
         """Set the next row, without beginning any of its collectives.
 
         Args:
-            compare: Called after the first collective of the row. Raises if the ranks have entered different rows. None
-                if the ranks compare their calls on the board.
-            number: If they do, the number of the board's operation in which they compare their calls. Otherwise -1.
+            compare: A function that is called after the first collective of the row. It raises if the ranks have
+                entered different rows. None if the ranks compare their calls on the board.
+            number: The number of the board's operation in which the ranks compare their calls. -1 if they do not use
+                the board for this.
         """
         self.number = -1
         self._row = self.begun, row, compare, []
@@ -235,7 +237,7 @@ class NativeCollectives:
         return False
 
     def carry_through(self, hopeless: Callable[[], object], seconds: float) -> None:
-        """Try to complete a row that this rank gives up, so that MPI stops accessing the ranks' arrays. Blocking.
+        """Try to complete a row that this rank abandons, so that MPI stops accessing the ranks' arrays. Blocking.
 
         Stops early if not all ranks have entered the row, if `hopeless()` is true, or after `seconds`.
         """
@@ -247,7 +249,8 @@ class NativeCollectives:
                     break
             except (MPI.Exception, CollectiveError):
                 break
-            # Not all ranks have entered the row. A later rank learns that the communicator has ended before it enters.
+            # Stop if not all ranks have entered the row. The missing ranks learn that the communicator has ended, and
+            # will not enter the row any more.
             if compare is not None and len(requests) == 1 and clock.seconds() > COMING_SECONDS:
                 break
             time.sleep(CARRY_SECONDS)
@@ -285,7 +288,7 @@ def release(requests: Sequence[MPI.Prequest]) -> None:
 
 
 def keep_until_complete(requests: Iterable[MPI.Request]) -> None:
-    """Keep requests for which nobody waits, together with their memory, until they are complete.
+    """Keep requests for which no operation waits any more, together with their memory, until they are complete.
 
     The requests are tested now and then, because MPICH frees a communicator only after all its requests were tested.
     """
@@ -297,13 +300,13 @@ def keep_until_complete(requests: Iterable[MPI.Request]) -> None:
 
 
 def unfinished(comm: MPI.Comm) -> bool:
-    """True if a collective of MPI that was given up is still running on `comm`."""
+    """True if a collective of MPI that this rank has abandoned is still running on `comm`."""
     _collectives[:] = [entry for entry in _collectives if not is_over(entry[0])]
     return any(comm == other for _, other in _collectives)
 
 
 def any_outstanding() -> bool:
-    """Drop requests that are complete. Return True if any are left, so that MPI may still touch their memory."""
+    """Forget kept requests that are complete. Return True if any are left: MPI may still touch their memory."""
     # Two threads must not test the same request. If another thread is testing them now, do not repeat its work.
     if not _test_lock.locked():
         with _test_lock:
@@ -337,7 +340,7 @@ def cut_bytes(array: NDArray[Any], nbytes: int) -> list[NDArray[np.uint8]]:
 
 
 def receive_next(comm: MPI.Comm, tag: int) -> tuple[int, bytes] | None:
-    """Receive the next message with this tag. Return its sender and its bytes, or None if no message has come.
+    """Receive the next message with this tag. Return its sender and its bytes, or None if no message has arrived.
 
     Does not block. Messages from ranks that have died may be lost.
     """
@@ -382,7 +385,7 @@ DRAIN_SECONDS = 2e-4
 class ClosingComm:
     """A communicator that is being closed: each rank sends a last message to every other. See the module's docstring.
 
-    All receives that were posted on the communicator must be complete or given up.
+    All receives that were posted on the communicator must be complete or cancelled.
 
     Args:
         kept: An object that is kept alive until the communicator is freed.
@@ -406,7 +409,7 @@ class ClosingComm:
         self._sends = [] if self._freed else [comm.Isend(self._last, rank, self._tag) for rank in others]
 
     def drained(self) -> bool:
-        """Receive and drop messages, without blocking. Return True once everything sent to this rank has come."""
+        """Receive and discard messages, without blocking. Return True once everything sent to this rank has arrived."""
         status = MPI.Status()
         while self._missing:
             message = self._comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)
@@ -420,7 +423,7 @@ class ClosingComm:
         return bool(MPI.Request.Testall(self._sends))
 
     def free(self) -> bool:
-        """Free the communicator if all messages have come and MPI runs no collective on it. Does not block.
+        """Free the communicator if all messages have arrived and MPI runs no collective on it. Does not block.
 
         Returns True if the communicator is freed, or if it must never be freed.
         """
@@ -454,21 +457,22 @@ def close_later(comm: MPI.Comm, kept: object = None, begun: int = 0) -> None:
 
 
 def collect_closed(seconds: float = 0.0) -> bool:
-    """Free the closed communicators whose messages have all arrived. Return True if none remains.
+    """Free the closed communicators whose messages have all arrived. Return True if no closed communicator is left.
 
-    Blocks until none remains, but at most for `seconds`.
+    Blocks until none is left, but for at most `seconds`.
     """
     clock = Clock()
     while True:
         while _to_close:
             _closing.append(ClosingComm(*_to_close.pop(0)))
         for closing in list(_closing):
-            # MPI frees attached communicators together with this one, and so may call `close_later` for them.
+            # Freeing a communicator may add to `_to_close`: MPI deletes the attributes of the communicator, and one of
+            # these may be a `Communicator`, which then calls `close_later` for its own communicators.
             if closing.free():
                 _closing.remove(closing)
                 _kept_objects.append(closing.kept)
-        # MPICH really frees a communicator only when the last of its requests is tested, as `any_outstanding` does. So
-        # this call may also call `close_later`.
+        # `any_outstanding` tests requests. MPICH really frees a communicator only when its last request is tested, so
+        # this call may add to `_to_close` as well.
         if not any_outstanding():
             _kept_objects.clear()
         if _to_close:
@@ -479,7 +483,7 @@ def collect_closed(seconds: float = 0.0) -> bool:
 
 
 def close_collectively(comm: MPI.Comm) -> None:
-    """Free a communicator, and drop messages that were sent on it and not received.
+    """Free a communicator, and discard messages that were sent on it and not received.
 
     Collective, and blocks until all ranks have called it. So MPI itself must not call it, for example while it frees
     another communicator. If MPI still runs a collective on `comm`, a later `collect_closed` frees `comm`.

@@ -23,7 +23,7 @@ def advance(task: Task[T]) -> bool:
 
 
 def run_together(tasks: Iterable[Task[Any]], most: int = sys.maxsize) -> Task[None]:
-    """Run tasks until all are over, at most `most` tasks at a time. Start them in the given order.
+    """Run tasks until all of them have ended, at most `most` tasks at a time. Start them in the given order.
 
     The first exception is raised at once, and all other tasks are closed.
     """
@@ -64,5 +64,5 @@ def append_result(task: Task[T], results: list[T]) -> Task[None]:
 
 
 def empty_task() -> Task[None]:
-    """Return a task that does nothing and is over at once."""
+    """Return a task that does nothing and ends at once."""
     yield from ()

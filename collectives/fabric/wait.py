@@ -15,7 +15,7 @@ from mpips.collectives.clock import Clock
 from mpips.collectives.errors import StallError, have_not, warn
 from mpips.collectives.recorder import own as recorder
 
-# the number of steps before the loop first yields the core
+# the number of steps that the loop runs before it first yields the core
 SPINS = 16
 # The time between two calls of `RankGroup.look`, or LOOK_NAPS sleeps if these take longer. The interval is a time and
 # not a number of yields, because on a busy core each yield may take a whole time slice.
@@ -42,13 +42,13 @@ class Limits(NamedTuple):
 
 
 class RankGroup(Protocol):
-    """The ranks of one generation, as a waiting rank sees them: when it must give up, and for which ranks it waits.
+    """What a waiting rank asks about the ranks of its generation: which are late, and whether it must stop waiting.
 
     A generation ends when one of its ranks fails.
     """
 
     limits: Limits
-    # the seconds of waiting after which the waiting rank sleeps between steps
+    # the seconds after which a waiting rank sleeps between two steps, instead of only yielding its core
     nap_after: float
 
     def look(self, waited: float) -> None:
@@ -80,7 +80,7 @@ def _seconds(name: str, usual: float) -> float:
 def drive(steps: Iterator[None], generation: RankGroup, what: str, spins: int = SPINS) -> None:
     """Run the steps of an operation to their end. Blocking.
 
-    Raises StallError after the limit of the generation, and whatever the steps or the generation raise.
+    Raises StallError after the time limit of the generation. Errors of the steps and of `generation` are passed on.
 
     Args:
         steps: The operation. It yields whenever it has to wait.

@@ -69,14 +69,15 @@ def kernel_path(kernel: Source, folder: Path) -> Path:
 def load_or_compile(kernel: Source, path: Path | None) -> Callable[..., Any]:
     """Return the function of a kernel: load it from its file, or compile it and try to save it there.
 
-    Blocking: to compile takes about half a second. Raises Numba's errors if the source cannot be compiled.
+    Blocking: compiling takes about half a second. Raises Numba's errors if the source cannot be compiled.
     """
     # On such a processor, LLVM would call a library function that does not exist.
     if "float16(" in kernel.text.replace("bfloat16(", "") and not _converts_float16():
         raise RuntimeError("this processor does not convert float16")
     space: dict[str, Any] = {"__name__": __name__, "np": np, **CONVERSIONS}
     exec(compile(kernel.text, f"<{kernel.name}>", "exec"), space)
-    # Kernels that look at words of other processes are short, and would wait for the GIL afterwards.
+    # Most kernels release the GIL (Python's lock on its interpreter) while they run. Kernels that read words of other
+    # processes keep it, because they are short, and would have to wait until they get the GIL back.
     nogil = "load_word(" not in kernel.text
     dispatcher = njit(error_model="numpy", nogil=nogil, fastmath=False, boundscheck=False)(space["kernel"])
     if path is not None:
@@ -89,7 +90,7 @@ def load_or_compile(kernel: Source, path: Path | None) -> Callable[..., Any]:
 class _File(caching.NullCache):
     """The cache of a dispatcher: a file with the machine code of one kernel.
 
-    The file has a checksum, because damaged code could do anything, and counts only if no other user can write to it.
+    The file has a checksum, because damaged code could do anything. A file to which another user can write is not used.
     """
 
     def __init__(self, name: str, path: Path) -> None:
@@ -109,7 +110,7 @@ class _File(caching.NullCache):
         except FileNotFoundError:
             return None
         except Exception as error:
-            # pickle and LLVM may raise anything for a damaged file, or one of another version
+            # pickle and LLVM may raise any exception for a file that is damaged or from another version
             LOG.info("kernel %s is compiled anew: %s: %s", self._name, self._path, error)
             return None
 

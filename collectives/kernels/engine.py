@@ -3,21 +3,21 @@
 A kernel is the source of a Python function named `kernel`, whose arguments are 1-D contiguous arrays and numbers, with
 their types: "float32[]", "const float32[]" (only read), "int64". Callers can compute the same bits by NumPy.
 
-To load a kernel takes about 20 ms from the cache, and half a second without. The first one takes half a second more,
-because it imports Numba. So kernels are loaded while a program sets up calls, if these calls are large enough to save
-that time again, and no later call waits for them:
+Loading a kernel takes about 20 ms if the cache has it, and half a second if it must be compiled. The first kernel takes
+half a second more, because it imports Numba. So that later calls need not wait, kernels are loaded while a program sets
+up calls, if these calls are large enough to gain back the time:
 
     1. `Kernel.prepare` says that the program has set up calls of the kernel, and how large they are.
     2. `Kernel.call_for` counts the elements that NumPy processes in place of the kernel.
     3. Once both together have reached `ENOUGH_ELEMENTS`, all kernels that were requested are loaded. Blocking.
     4. From then on `prepare` loads a kernel at once.
 
-There is no thread, because Python runs one thread at a time: a job whose kernels were compiled in the background ran
-two to three times slower for three seconds. Ranks that share the folder of the cache compile each kernel once: one rank
-gets the kernel's lock and compiles, and the others read the file that it has saved.
+Kernels are not compiled in a background thread, because Python runs one thread at a time: a job whose kernels were
+compiled in the background ran two to three times slower for three seconds. Ranks that share the folder of the cache
+compile each kernel once: one rank gets the kernel's lock and compiles, and the others read the file that it has saved.
 
-`MPIPS_KERNELS=numba` loads each kernel when it is prepared or needed, `MPIPS_KERNELS=numpy` never. Fast-math is off, so
-LLVM does not contract or reorder operations.
+With `MPIPS_KERNELS=numba` each kernel is loaded as soon as it is prepared or needed. With `MPIPS_KERNELS=numpy` no
+kernel is loaded. Fast-math is off, so LLVM does not contract or reorder operations.
 """
 
 from __future__ import annotations
@@ -46,21 +46,23 @@ ENGINES = ("numba", "numpy")
 NOT_INSTALLED = "Numba is not installed: pip install 'mpips[fast]'"
 # colour codes in Numba's messages
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-# After this long a wait for another process, which may have been stopped, this one compiles the kernel as well.
+# If another process holds the lock of a kernel for longer than this, perhaps because it was stopped, this process
+# compiles the kernel as well.
 LONGEST_LOCK_SECONDS = 60.0
 LOOK_SECONDS = 0.05
 MOST_LETTERS = 300
 # Kernels are loaded after NumPy has processed this many elements in their place. A kernel saves about 5 ns for each
 # element, and loading Numba takes 0.5 s.
 ENOUGH_ELEMENTS = 100_000_000
-# A call counts as at least this many elements, because a NumPy call takes some 20 us longer than a kernel's.
+# A call counts as at least this many elements, because a call of NumPy takes some 20 us longer than a call of a kernel.
 CALL_ELEMENTS = 4096
-# A program that prepares a kernel is expected to call it this many times. So 250,000 weights of a server are enough.
+# A program that prepares a kernel is expected to call it this many times. So a server with 250,000 weights loads its
+# kernels at once (400 x 250,000 elements).
 EXPECTED_CALLS = 400
 
 
 class Kernel:
-    """A function that is loaded, or can be, or cannot be. `failure` says why it cannot be."""
+    """A kernel that is loaded, is not loaded yet, or cannot be loaded. `failure` says why it cannot be loaded."""
 
     def __init__(self, name: str, source: str, types: tuple[str, ...]) -> None:
         self.name = name
@@ -72,12 +74,12 @@ class Kernel:
 
     @property
     def call(self) -> Callable[..., Any] | None:
-        """The function to call with the arrays. None until it is loaded, and always None if it cannot be."""
+        """The function to call with the arrays. None until the kernel is loaded, or if it cannot be loaded."""
         return None if _engine.numpy_only else self.compiled
 
     @property
     def is_open(self) -> bool:
-        """True if the kernel is not loaded, and may be."""
+        """True if the kernel is not loaded yet, but may still be loaded."""
         return self.compiled is None and not self.failure
 
     def prepare(self, elements: int) -> None:
@@ -91,7 +93,7 @@ class Kernel:
     def call_for(self, elements: int) -> Callable[..., Any] | None:
         """Return `call`. If it is None, the caller uses NumPy for these elements.
 
-        Blocking, up to a second or two, if NumPy has done enough in place of kernels: then they are loaded.
+        May block for a second or two: once NumPy has done enough work in place of kernels, this call loads them.
         """
         if self.compiled is None and not self.failure:
             _engine.count(max(elements, CALL_ELEMENTS))
@@ -105,7 +107,7 @@ class Status(NamedTuple):
         engine: "numba" or "numpy".
         reason: Why this engine is in use.
         folder: The folder of compiled kernels, or "" if they are not kept.
-        unkept: Why they are not kept.
+        unkept: The reason why compiled kernels are not kept.
     """
 
     engine: str
@@ -135,7 +137,7 @@ def status() -> Status:
 
 
 def _not_wanted() -> str:
-    """Return the reason to use NumPy that is known without an import of Numba, or ""."""
+    """Return the reason to use NumPy, if it is known before Numba is imported. Otherwise return ""."""
     if chosen_engine() == "numpy":
         return f"{VARIABLE}=numpy"
     if "numba" not in sys.modules and importlib.util.find_spec("numba") is None:
@@ -184,14 +186,15 @@ def cache_folder() -> tuple[Path | None, str]:
 
 
 class _Engine:
-    """The kernels of this process."""
+    """All kernels that this process has requested, and whether Numba can be used."""
 
     def __init__(self) -> None:
         self.numpy_only = False
         self._kernels: dict[tuple[str, tuple[str, ...]], Kernel] = {}
-        # held while kernels are loaded
+        # a lock that a thread holds while it loads kernels
         self.lock = threading.RLock()
-        # elements that NumPy has processed in place of kernels since kernels were last loaded, or is expected to
+        # elements that NumPy has processed in place of kernels, or is expected to process, since kernels were last
+        # loaded
         self._elements = 0
         # True once Numba is imported, or cannot be
         self._begun = False
@@ -241,7 +244,7 @@ class _Engine:
         return self._begun and not self._unusable
 
     def _load(self, kernel: Kernel) -> None:
-        """Load or compile a kernel, unless another thread has, or the kernel has failed. Blocking."""
+        """Load or compile a kernel, unless another thread has done so or the kernel has failed. Blocking."""
         with self.lock:
             if not kernel.is_open:
                 return
@@ -255,7 +258,7 @@ class _Engine:
                 kernel.compiled = _load_or_compile(kernel, self._folder)
                 LOG.info("kernel %s is ready after %.2f s", kernel.name, time.perf_counter() - begun)
             except Exception as error:
-                # from LLVM, or from Numba for a source that it cannot compile
+                # LLVM and Numba may raise any exception for a source that cannot be compiled.
                 kernel.failure = COLOURS.sub("", f"{type(error).__name__}: {error}")
                 LOG.info("kernel %s is left to NumPy: %s", kernel.name, kernel.failure)
 
@@ -274,7 +277,7 @@ def _warn(reason: str) -> None:
 
 
 def _load_or_compile(kernel: Kernel, folder: Path | None) -> Callable[..., Any]:
-    """Return the function of a kernel, from the cache, or compiled now under the kernel's lock."""
+    """Return the function of a kernel: load it from the cache, or hold the kernel's lock and compile it."""
     from mpips.collectives.kernels import compiler
 
     source = compiler.Source(kernel.name, kernel.source, kernel.types)
@@ -287,7 +290,7 @@ def _load_or_compile(kernel: Kernel, folder: Path | None) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file within a block. A killed process releases it, and a forked child does not inherit it.
+    """Hold the lock of a file within a block. The lock ends with this process, and forked children do not inherit it.
 
     The block runs without the lock if the file system has no locks, the folder is read-only, or another process holds
     the lock for longer than `LONGEST_LOCK_SECONDS`.
@@ -327,7 +330,7 @@ def numpy_only() -> Iterator[None]:
 
 
 _engine = _Engine()
-# A fork waits for a thread that loads kernels. Otherwise the child could get half imported modules of Numba, and locks
+# A fork waits for a thread that loads kernels. Otherwise the child could get half-imported modules of Numba, and locks
 # of Numba or LLVM that nobody releases.
 os.register_at_fork(
     before=_engine.lock.acquire, after_in_parent=_engine.lock.release, after_in_child=_engine.lock.release

@@ -38,7 +38,7 @@ class Compiled:
         try:
             text = inspect.getsource(function)
         except OSError:
-            # Without sources in the installation, there are no kernels.
+            # If the installation has no source files, no kernels can be compiled.
             text, self._dtypes = "", ()
         text = text[text.find("def ") :].replace(f"def {self._name}(", "def kernel(", 1)
         for constant, value in constants.items():
@@ -89,7 +89,8 @@ class Compiled:
         try:
             return int(call(array.view(np.uint16) if array.itemsize == 2 else array, *rest))
         except TypeError:
-            # Numba raises it before the kernel runs, for arrays that are not aligned or contiguous, or of other dtypes.
+            # Numba raises TypeError before the kernel runs if an array is not aligned, is not contiguous, or has
+            # another dtype.
             return 0
 
 

@@ -1,8 +1,9 @@
 """Runs our own arithmetic with NumPy's floating-point errors ignored, even if the program has asked for them.
 
 A program may make NumPy raise errors (`np.seterr(all="raise")`) or turn warnings into errors (`python -W error`), to
-find NaN in its own computations. In our sums and updates, fading moments underflow and sums may overflow. That is a
-normal result, and compiled kernels compute it without an error. Where NaN and infinity matter, we check for them.
+find NaN in its own computations. In our sums and updates, the decaying moments of optimizers underflow, and sums may
+overflow. That is a normal result, and compiled kernels compute it without an error. Where NaN and infinity matter, we
+check for them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _own = threading.local()
 def quiet(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function so that it, and everything it calls, ignores floating-point errors.
 
-    It adds a microsecond to each call; `quietly` is faster.
+    The decorator adds a microsecond to each call; `quietly` is faster.
     """
 
     @functools.wraps(function)

@@ -22,12 +22,12 @@ from mpips.collectives.kernels.quiet import quietly
 
 # a function and its arguments
 Step: TypeAlias = "tuple[Callable[..., Any], tuple[Any, ...]]"
-# Most vectors that one kernel reads. More vectors are reduced in several steps.
+# The largest number of vectors that one kernel reads. More vectors are reduced in several steps.
 MOST_PARTS = 8
 # A kernel reduces this many elements before it writes them, so that the result may overwrite one of the vectors.
 TILE = 1024
-# NumPy sums pieces of this size. The running sum, which it reads again for every vector, then stays in a core's own
-# cache together with a piece of one vector.
+# NumPy sums long vectors in pieces of this size. The running sum, which it reads again for every vector, then stays in
+# a core's own cache together with a piece of one vector.
 PIECE_BYTES = 384 << 10
 # The reductions that are compiled. minimum and maximum are not: whether 0 or -0 is smaller depends on NumPy's version.
 SIGNS: dict[Any, str] = {np.add: "+", np.multiply: "*"}
@@ -43,14 +43,15 @@ class KernelThreshold(NamedTuple):
     nbytes: int
 
 
-# smallest vectors that add_parts() sums by a kernel, for 16-bit and for wider elements
+# the size of the smallest vectors that add_parts() sums by a kernel, for 16-bit and for wider elements
 LEAST_BYTES = 4 << 10
 LEAST_WIDER_BYTES = 512 << 10
 _16_BIT = KernelThreshold(1, LEAST_BYTES)
 _WIDER = KernelThreshold(2, 64 << 10)
 # The smallest reductions that are worth a kernel. (A compiled kernel alone is faster than NumPy from 64 elements on.)
 # It saves 60 us to 1 ms in each call with float16 vectors of 64 KiB. With float32 vectors it saves a tenth to a third
-# of a call between 64 KiB and 4 MiB and nothing beyond, which is no reason to load Numba (see `pays`).
+# of the time of a call between 64 KiB and 4 MiB, and nothing above 4 MiB. That is too little to load Numba for it (see
+# `pays`).
 THRESHOLDS = {"float16": _16_BIT, "bfloat16": _16_BIT, "float32": _WIDER, "float64": _WIDER}
 
 
@@ -63,9 +64,9 @@ def perform(steps: Sequence[Step]) -> None:
 def add_parts(parts: Sequence[Vector], out: Vector) -> None:
     """Set `out` to the sum of one or more 1-D arrays of its size and dtype, added from first to last.
 
-    `out` may be the first of them, but must not overlap another.
+    `out` may be the first part, but must not overlap any other part.
     """
-    # NumPy adds short arrays, and two of any length, as fast as a kernel.
+    # NumPy adds short arrays, and two arrays of any length, as fast as a kernel does.
     if out.itemsize > 2 and (len(parts) == 2 or out.nbytes < LEAST_WIDER_BYTES):
         quietly(_add_by_numpy, parts, out)
         return
@@ -78,7 +79,7 @@ def add_parts(parts: Sequence[Vector], out: Vector) -> None:
 
 def _add_group(parts: Sequence[Vector], out: Vector) -> None:
     """Sum up to `MOST_PARTS` vectors by a kernel where it is faster, and otherwise by NumPy."""
-    # The limit is higher than in LIMITS, because here the arguments of the kernel are checked in every call.
+    # The limit is higher than in THRESHOLDS, because here the arguments of the kernel are checked in every call.
     least = LEAST_BYTES if out.itemsize == 2 else LEAST_WIDER_BYTES
     if out.nbytes >= least and pays(np.add, out.dtype, len(parts), out.nbytes) and isinstance(out, np.ndarray):
         call = _call(_kernel(np.add, out.dtype.name, len(parts)), out)
@@ -162,7 +163,7 @@ def steps(
         scratch: An array at least as long as `out`, for partial results that must not overwrite a part. If it is None,
             it is allocated when needed.
         divisor: The number of vectors for a mean, otherwise 1.
-        nbytes: The bytes of a whole vector, if the arrays are blocks of vectors.
+        nbytes: The size of a whole vector in bytes, if the arrays are blocks of vectors.
     """
     whole = out.nbytes if nbytes is None else nbytes
     known = pays(combine, out.dtype, len(parts), whole, divisor != 1)

@@ -9,8 +9,8 @@ all ranks raise the same MismatchError.
 
 A *generation* is the time from the making of a communicator until it fails or is freed. A rank that ends the generation
 tells all other ranks why. Several ranks may do so at the same time. So each rank listens for another `SETTLE_SECONDS`
-before it raises. Then all ranks raise the sentence that belongs to the earliest operation. If several sentences belong
-to that operation, they raise the sentence of the lowest rank.
+before it raises. Then all ranks raise the same error: the one that belongs to the earliest operation. If several errors
+belong to this operation, all ranks raise the error of the lowest rank.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class ControlNote(msgspec.Struct, array_like=True, order=True):
     number: int
     # the sender
     rank: int
-    # IN_OPERATION: the sender is in this operation. OVER: the sender has ended the generation. LEFT: the sender has
-    # left after this operation.
+    # The sort of note. IN_OPERATION: the sender is in this operation. OVER: the sender has ended the generation. LEFT:
+    # the sender has left after this operation.
     sort: int
-    # IN_OPERATION: the name of the operation. OVER: the sentence.
+    # IN_OPERATION: the name of the operation. OVER: the error message.
     text: str = ""
     # OVER: the index of the error in `KINDS`. LEFT: a key of `DEPARTURES`.
     kind: int = 0
@@ -70,7 +70,7 @@ class Control:
         self._size = comm.size
         self._names = names
         self.limits = limits
-        # the number of the operation that this rank has begun last
+        # the number of this rank's newest operation
         self.number = 0
         # number of an operation -> its name on this rank
         self._own_names: dict[int, str] = {}
@@ -78,21 +78,21 @@ class Control:
         self._names_of: dict[int, dict[int, str]] = {}
         # numbers of operations whose name this rank has sent to the other ranks
         self._announced: set[int] = set()
-        # numbers of operations that this rank has begun and not ended
+        # the numbers of the operations that this rank has begun but not ended
         self._under_way: set[int] = set()
-        # rank -> the note in which it said that it has left
+        # rank -> the note by which this rank has told that it has left
         self._left: dict[int, ControlNote] = {}
-        # all notes that end the generation
+        # all received notes that end the generation
         self._end_notes: list[ControlNote] = []
         # until when this rank listens for further notes of sort OVER; 0 before the first such note
         self._settled = 0.0
-        # since when this rank knows that names differ; 0 if it knows of no difference
+        # the time since which this rank knows that names differ; 0 if it knows of no difference
         self._differs = 0.0
-        # when to check next for ranks that have died
+        # the time of the next check for ranks that have died
         self._due = 0.0
 
     def operation(self, text: str, steps: Iterator[None]) -> Iterator[None]:
-        """Run the steps of an operation, and number it.
+        """Give an operation the next number, and run its steps.
 
         Every rank begins the same operations in the same order. `text` names the operation.
         """
@@ -128,7 +128,7 @@ class Control:
         self._compare(number)
 
     def look(self, waited: float) -> None:
-        """Read the notes that have come, and send a note if this rank has `waited` for some seconds.
+        """Read the notes that have arrived, and send a note if this rank has `waited` for some seconds.
 
         Raises if the generation has ended, if calls differ, or if a rank that has left or died is needed.
         """
@@ -148,7 +148,7 @@ class Control:
             raise CollectiveError(f"rank {self._names[first]} is needed, and {DEPARTURES[self._left[first].kind]}")
 
     def late(self) -> Sequence[int]:
-        """Return the names of the ranks whose notes have not yet said that they are in this rank's last operation."""
+        """Return the ranks that have not yet told by a note that they are in this rank's last operation."""
         heard = self._names_of.get(self.number, {})
         return [self._names[rank] for rank in range(self._size) if rank != self._rank and rank not in heard]
 
@@ -196,7 +196,7 @@ class Control:
             self._announced.discard(number)
 
     def _read_notes(self) -> None:
-        """Read all notes that have come. Answer notes about operations that this rank has begun."""
+        """Read all notes that have arrived. Answer notes about operations that this rank has begun."""
         while (message := receive_next(self.comm, _TAG)) is not None:
             note = msgspec.msgpack.decode(message[1], type=ControlNote)
             if note.sort == OVER:
@@ -227,7 +227,7 @@ class Control:
     def _compare(self, number: int) -> None:
         """Raise MismatchError if other ranks have another name for this operation.
 
-        The error is raised only once all ranks have sent their names, or after NAMES_SECONDS, so that its sentence can
+        The error is raised only once all ranks have sent their names, or after NAMES_SECONDS, so that its message can
         show the names of all ranks.
         """
         own_text = self._own_names.get(number)
@@ -239,7 +239,7 @@ class Control:
             raise MismatchError(describe_calls({self._names[rank]: text for rank, text in texts.items()}))
 
     def _settle(self) -> CollectiveError:
-        """Wait for OVER notes that other ranks sent at about the same time. Return the error that all ranks raise."""
+        """Wait for notes by which other ranks ended the generation at the same time. Return the error to raise."""
         self._settled = self._settled or time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < self._settled:
             self._read_notes()

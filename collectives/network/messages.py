@@ -4,17 +4,17 @@
 steps independently, so that several steps are in flight. Lanes with different `turn` use the network one after another:
 while the messages of a lane are in flight, the lane before it adds the values that it has received. All messages of a
 step start together. Values that will be added are received in separate memory, and are added in the order of the ranks
-when all of them have come (`schedule.model`). Values are also received in separate memory if the same step sends from
-their place.
+when all of them have arrived (`schedule.model`). Values are also received in separate memory if the same step sends the
+old values from the same place.
 
 A request carries at most `MESSAGE_BYTES`. This keeps counts far below 2^31. It also stays below the size at which Open
 MPI asks the receiver before it sends, which makes a TCP connection half-duplex.
 
 **Two levels** (`TwoLevelPlan`). The schedule of `collectives.schedule.hierarchical`, with the two stages within a node
 in shared memory. The ranks of a node first reduce-scatter their vectors in shared memory. Then each rank's slice is
-allreduced over messages, between the ranks that have the same place in their nodes. At last an allgather in shared
-memory distributes the results. The vector passes through these stages in segments, so that a segment is between the
-nodes while the next one is summed within them.
+allreduced over messages, between the ranks that have the same place in their nodes. Finally an allgather in shared
+memory distributes the results. The vector passes through these stages in segments: while one segment travels between
+the nodes, the next one is summed within the nodes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from mpips.collectives.schedule.model import NOBODY, RankStep, Schedule, cut, ex
 
 class _MessageStep(NamedTuple):
     requests: list[MPI.Prequest]
-    # the steps that add or copy values, received in separate memory, to their places
+    # the steps that add or copy the values that were received in separate memory to their places in the vector
     landings: list[Step]
 
 
@@ -61,7 +61,7 @@ class MessagePlan:
         program = schedule.program(comm.rank)
         # the steps of each lane
         self._lanes = [[self._compile(lane, step, tags[lane]) for step in steps] for lane, steps in enumerate(program)]
-        # the (lane, step) of all lanes in order, if lanes use the network in turn, and otherwise an empty list
+        # all (lane, step) in the order in which they use the network, if lanes take turns; otherwise an empty list
         self._queue = self._in_turn(program) if len({lane.turn for lane in schedule.lanes}) > 1 else []
 
     def run(self) -> Iterator[None]:
@@ -123,7 +123,7 @@ class MessagePlan:
         return [(lane, self._lanes[lane][i]) for _, _, lane, i in sorted(order)]
 
     def _compile(self, lane: int, step: RankStep, tag: int) -> _MessageStep:
-        """Make the requests of a step, and the additions and copies of the values that it receives."""
+        """Make the MPI requests of a step, and the additions and copies of the values that the step receives."""
         comm, offsets = self._comm, self._schedule.offsets(self._call.n, lane)
         sent = [extent(offsets, r.send) for r in step.rounds if r.send_to != NOBODY]
         requests: list[MPI.Prequest] = []
@@ -200,7 +200,7 @@ class Workspace:
             np.copyto(self.vector[own] if call.kind == "allgather" else self.vector, self._x)
 
     def end(self) -> None:
-        """Complete the result, and copy it to `out` unless it is already in `out`."""
+        """Complete the result (a mean is divided now), and copy it to `out` unless it is already there."""
         call = self._call
         if call.kind == "reduce" and self._rank != call.root:
             return
@@ -209,7 +209,7 @@ class Workspace:
             np.copyto(self._out, self._result)
 
     def arriving(self, start: int, stop: int, chunks: tuple[int, int]) -> Vector:
-        """Return the memory that receives elements [start, stop) of the vector.
+        """Return the memory into which elements [start, stop) of the vector are received.
 
         `chunks` names the same elements as chunks [first, last) of the schedule. In an alltoall, each chunk has its own
         place in out (`Call.arrival`).
@@ -220,7 +220,7 @@ class Workspace:
         return self._out[first[0] : last[1]]
 
 
-# starts a call on the node and returns its steps
+# a function that starts a call on the node, and returns the steps of this call
 Steps: TypeAlias = "Callable[[], Iterator[None]]"
 SEGMENT_BYTES = 1 << 20
 MOST_SEGMENTS = 8
@@ -310,7 +310,7 @@ def _part(flat: Flat, start: int, stop: int) -> Flat:
 
 
 def _advance_during(steps: Iterator[None], crossing: Iterable[Iterator[None]]) -> Iterator[None]:
-    """Run `steps`. Whenever they have to wait, and at the end, advance the allreduces between nodes in `crossing`."""
+    """Run `steps`. Whenever they have to wait, and at the end, advance the allreduces between nodes (`crossing`)."""
     for _ in steps:
         _advance_all(crossing)
         yield

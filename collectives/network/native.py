@@ -1,8 +1,8 @@
 """The MPI library's own collectives, with the same interface as all other bodies of calls.
 
 A `NativePlan` uses MPI's non-blocking calls and polls them, because in a blocking call the ranks would wait for ever
-for a rank that never makes the call. MPI works on the user's arrays. So once all ranks have entered a call, a rank that
-gives the call up still completes it (`requests.NativeCollectives`). Vectors that are too long for the counts of MPI,
+for a rank that never makes the call. MPI works on the user's arrays. So once all ranks have entered a call, a rank on
+which the call fails still completes it (`requests.NativeCollectives`). Vectors that are too long for the counts of MPI,
 which are C ints, are cut into several calls. All kinds of calls are supported, but reductions only for element types
 that MPI can reduce.
 """
@@ -45,8 +45,8 @@ def _most(call: Call) -> int:
 class NativePlan:
     """The body of a call by MPI's own collective.
 
-    If `met`, the ranks compare their calls on the board of their node, and must call `enter` before that. Otherwise
-    the plan itself first compares them, by an allreduce of a digest of each call.
+    If `met` is True, the ranks compare their calls on the board of their node, and must call `enter` before that.
+    Otherwise the plan itself first compares them, by an allreduce of a digest of each call.
     """
 
     def __init__(self, own: NativeCollectives, call: Call, x: Flat, out: Flat, met: bool):
@@ -56,7 +56,7 @@ class NativePlan:
         self._x = x.vector()
         self._out = out.vector()
         self._in_place = x == out
-        # In place, these two kinds send from a copy of x.
+        # For calls in place of these two kinds, MPI sends from a copy of x.
         self._copy = self._x.copy() if self._in_place and call.kind in ("alltoall", "reduce_scatter") else None
         # Ranks compare their calls by an allreduce of the maximum of (number, -number), where the number is a hash of
         # the call. The result is (number, -number) again only if all numbers are equal.
@@ -68,7 +68,7 @@ class NativePlan:
         alone = own.comm.size == 1
         self._row = [*([] if met or alone else compare), *self._calls()]
         self._compare_rows = None if met or alone else self._compare
-        # copies to make before the collective
+        # the copies that must be made before MPI's collective begins
         self._before: list[Step] = []
         if self._copy is not None:
             self._before = [(np.copyto, (self._copy, self._x))]
@@ -78,7 +78,7 @@ class NativePlan:
         self._after = scale(self._result(), call.p) if mean else []
 
     def enter(self, number: int = -1) -> None:
-        """Enter the call. If the ranks compare calls on the board, `number` is the number of the board's operation."""
+        """Enter the call. If the ranks compare calls on the board, `number` is the board's number for it."""
         perform(self._before)
         self._own.enter(self._row, self._compare_rows, number)
 

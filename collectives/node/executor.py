@@ -1,8 +1,8 @@
 """Run a call between the ranks of one node, by a program that is compiled for the arrays of the call.
 
 Every rank puts its input where the others can read it, unless they can read it already. The rank then enters the call,
-and waits until all ranks have entered. Now the ranks compute the result. Some programs do this in several phases, and
-all ranks meet after each phase.
+and waits until all ranks have entered. Now the ranks compute the result. Some programs do this in several phases. After
+each phase, every rank waits until all ranks have finished it.
 
 There are four kinds of programs (`program`). All ranks choose the same kind, by the arrays that all of them pass:
 
@@ -17,7 +17,7 @@ vector, nor on the place of the element in it.
 `api` finds the plan by the identity of the array, and the plan runs its executor. The first run reads the descriptors
 of the other ranks and makes a program for the arrays of all ranks, which `steps` runs. If Numba is installed and the
 call is short, `fast` runs later calls as one compiled function (`short_cut`), as long as the other ranks pass the same
-arrays again. Otherwise it returns how far it came, and `steps` or `rest` does the remaining work.
+arrays again. Otherwise `fast` returns a code that says how far it came, and `steps` or `rest` does the remaining work.
 """
 
 from __future__ import annotations
@@ -61,13 +61,14 @@ NOWHERE = (ArrayPlace(), ArrayPlace())
 
 
 class WayLimits(NamedTuple):
-    """The sizes in bytes at which vectors change from one kind of program to another. The same on all ranks."""
+    """The sizes in bytes from which on vectors use another kind of program. They are the same on all ranks."""
 
-    # the largest vector that goes through slots in any case, even if its array is in node-shared memory
+    # the largest vector that goes through slots wherever its array is, also if it is in node-shared memory
     slots: int
     # the largest vector that goes through slots if its array is in private memory
     ordinary_slots: int
-    # the smallest vector in private memory for which the cross-memory program is used, if the kernel permits that
+    # the smallest vector in private memory that uses the cross-memory program, if the kernel permits copies between
+    # processes
     cross_memory: int
 
 
@@ -107,10 +108,10 @@ class NodeExecutor:
     """The runner of a call between the ranks of a node. The constructor is local: it sends nothing.
 
     Args:
-        board: The board on which the ranks meet.
+        board: The board, on which the ranks wait for each other.
         text: A description of the call. The ranks compare it, to find out whether all of them make the same call.
         parts: The arrays of the call. Several arrays are reduced in the same phases.
-        ways: The sizes at which vectors change from one kind of program to another.
+        ways: The sizes from which on vectors use another kind of program.
     """
 
     holds = False
@@ -121,24 +122,24 @@ class NodeExecutor:
         self._text = text
         self._parts = parts
         self._ways = ways
-        # this rank's descriptor: its running number on the board, and its token
+        # this rank's descriptor: its number among the descriptors that this rank has published, and its token
         self._put = -DESCRIPTORS
         self._token = 0
-        # the tokens of all ranks for which `_program` is compiled
+        # the token of each rank in the call for whose arrays `_program` is compiled
         self._tokens: tuple[int, ...] | None = None
-        # The mode that this rank proposes for each array. The program depends on those of all ranks.
+        # The mode that this rank proposes for each array. The program depends on the proposals of all ranks.
         self.modes = [self._choose_mode(part) for part in parts]
         for part, mode in zip(parts, self.modes):
             call = part.call
             if call.reduction is not None:
                 vectors = 2 if mode == CROSS else call.p
                 sums.prepare(call.reduction.combine, call.dtype, vectors, call.nbytes, call.reduction.is_mean)
-        # True if other ranks may touch this rank's arrays (they do so in the first phase only)
+        # True if other ranks may touch this rank's arrays (which they do only in the first phase)
         self._lends = any(mode in (SHARED, CROSS) for mode in self.modes)
         self._program = StepProgram()
         self._puts = self._compile_puts()
         self._put_steps = tuple(map(steps_of, self._puts))
-        # what `fast` reads by its address
+        # the record that the compiled function of `fast` reads
         self._record: Record | None = None
         self.fast: Callable[[], int] = not_begun
 
@@ -167,15 +168,15 @@ class NodeExecutor:
         perform(program.last[board.number & 1])
 
     def free(self) -> None:
-        """Do nothing: it has no MPI objects."""
+        """Do nothing: this runner has no MPI objects."""
 
     @property
     def way(self) -> str:
-        """The mode that this rank proposes for its first array, as `tuner.table` names it."""
+        """The kind of program that this rank proposes for its first array, by its name in `tuner.table`."""
         return WAYS[self.modes[0]]
 
     def _choose_mode(self, part: CallArray) -> int:
-        """Return the mode for an array, by its size and its memory."""
+        """Return the mode (the kind of program) for an array, by the array's size and kind of memory."""
         call, ways = part.call, self._ways
         # An alltoall in place overwrites x, so other ranks must not read x itself.
         moving = call.kind == "alltoall" and same_address(part.x.vector, part.out.vector)
@@ -193,7 +194,7 @@ class NodeExecutor:
         return self._memory.reachable and call.nbytes >= self._ways.cross_memory
 
     def _compile_puts(self) -> Turns:
-        """Return the actions that this rank takes before it enters. They do not depend on the other ranks' arrays."""
+        """Return the actions before this rank enters the operation. They do not depend on the other ranks' arrays."""
         call, x, out, _ = self._parts[0]
         if self.modes == [SLOTS]:
             return slot_puts(self._memory, call, x, 0), slot_puts(self._memory, call, x, 1)
@@ -202,7 +203,7 @@ class NodeExecutor:
         return NOTHING
 
     def _publish(self) -> None:
-        """Put a descriptor of this rank's arrays on the board."""
+        """Publish this rank's descriptor on the board: the text of the call and the places of its arrays."""
         places = tuple(self._places(part, mode) for part, mode in zip(self._parts, self.modes))
         all_places = place = None
         if len(places) > 1:
@@ -213,7 +214,7 @@ class NodeExecutor:
         self._put = self._board.descriptors.put
 
     def _places(self, part: CallArray, mode: int) -> tuple[ArrayPlace, ArrayPlace]:
-        """Return where other ranks find this rank's x and out, or NOWHERE if they go through slots or stages.
+        """Return where other ranks access this rank's x and out, or NOWHERE if the data goes through slots or stages.
 
         An array that is written must be writable for other processes too. The x of the root of an in-place broadcast is
         also its out, but nobody writes to it.
@@ -229,7 +230,7 @@ class NodeExecutor:
         return x_place._replace(address=x_at), out_place._replace(address=out_at)
 
     def _bind(self, tokens: tuple[int, ...]) -> None:
-        """Read the descriptors of these tokens, and compile a program for the arrays that all ranks pass now."""
+        """Read the descriptors of all ranks' tokens, and compile a program for the arrays that the ranks pass now."""
         self._tokens = None
         self.fast = not_begun
         descriptors = self._board.read(tokens)
@@ -240,7 +241,7 @@ class NodeExecutor:
         self._bind_short_cut(tokens, program)
 
     def _bind_short_cut(self, tokens: tuple[int, ...], program: NodeProgram) -> None:
-        """Let later calls run as one compiled function (`short_cut`), if they are short and it can carry them out."""
+        """If calls are short, and the compiled function (`short_cut`) supports them, let it run later calls."""
         board = self._board
         is_short = sum(part.call.nbytes for part in self._parts) <= MOST_BYTES
         record = self._record = record_of(board, tokens, self._puts, program) if is_short else None
@@ -258,7 +259,7 @@ class NodeExecutor:
         self.fast = fast
 
     def _go_on_after(self, phase: int) -> None:
-        """Finish a call after this rank has finished the phase with this index. Blocking."""
+        """Finish a call of which this rank has finished the phase with index `phase`. Blocking."""
         board = self._board
         board.follow(self._text)
         for before, after in self._program.phases[phase + 1 :]:
@@ -269,7 +270,7 @@ class NodeExecutor:
         perform(self._program.last[board.number & 1])
 
     def _compile(self, number: int, descriptors: Sequence[Descriptor]) -> NodeProgram:
-        """Compile the program of one array. All ranks come to the same kind, because they see the same descriptors."""
+        """Compile the program of one array. All ranks choose the same kind, because they see the same descriptors."""
         part, memory = self._parts[number], self._memory
         places = [descriptor.places[number] for descriptor in descriptors]
         if all(x.shared and out.shared for x, out in places):
@@ -280,7 +281,7 @@ class NodeExecutor:
             return crossing_program(memory, *part, places)
         if len(self._parts) > 1:
             raise CollectiveError(f"array {number} of {self._text} lies where other ranks cannot reach it: pass a copy")
-        # Ranks that proposed another mode have not staged their first block before they entered.
+        # Ranks that proposed another mode did not copy their first block to a stage before they entered.
         unlike = any(x.shared or x.address for x, _ in places) or self.modes[number] == SLOTS
         return StagePipeline(memory, *part[:3]).program(restage=unlike)
 
@@ -291,5 +292,5 @@ def _region(vector: Vector) -> ArrayPlace:
 
 
 def not_begun() -> int:
-    """The `fast` of runners without a fast path."""
+    """The function `fast` of runners that have no fast path."""
     return NOT_BEGUN

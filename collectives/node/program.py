@@ -1,10 +1,10 @@
-"""Programs over a node's shared memory: actions between meetings, of four kinds, which `executor` chooses and runs.
+"""Programs over a node's shared memory: lists of actions, of four kinds. `executor` chooses a program and runs it.
 
 An action copies a vector (`Copy`), reduces several to one (`Combine`), or is a step that only Python can take. So a
 program is data: `steps_of` turns actions into calls of NumPy, and `short_cut` into a record for one compiled function.
 
-**Slots.** Every rank copies its small vector into its slot, all ranks meet once, and each reads what it needs from the
-slots.
+**Slots.** Every rank copies its small vector into its slot. All ranks *meet* once, that is, each waits until all others
+have come to the same point. Then each rank reads what it needs from the slots.
 
 **Stages.** Blocks of arrays in private memory pass through shared buffers that are small enough for the cache. It is a
 pipeline with one meeting for each block: while block k is reduced, block k + 1 is copied in and block k - 1 copied out.
@@ -13,12 +13,13 @@ pipeline with one meeting for each block: while block k is reduced, block k + 1 
 arrays, reduces it in pieces that stay in the cache, and writes finished pieces into the arrays of all ranks that want
 them. So n/p elements are read from each source and written to each reader, without any other copy, in two meetings.
 This is the peer-to-peer parameter server of the BML paper (section 2) with loads and stores. In alltoall every rank
-copies its blocks from the arrays of the others.
+copies its blocks from the arrays of the other ranks.
 
 **Large arrays in private memory** (`crossing_program`). As for node-shared arrays, but the kernel copies. The owner
 fetches the parts of the sources piece by piece into a buffer that fits its cache, reduces them, and delivers the
-finished piece, still in its cache, into the readers' arrays. Stages would copy each element once more before and after
-the sum; in exchange the kernel spends time on every page here. In alltoall every rank fetches its blocks.
+finished piece, still in its cache, into the readers' arrays. Stages would copy each element once more before the sum
+and once more after it. On the other hand, the kernel's copies take extra time for every page. In alltoall every rank
+fetches its blocks.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ from mpips.collectives.fabric.process_memory import KernelCopy, deliver, fetch
 from mpips.collectives.kernels import sums
 from mpips.collectives.kernels.sums import Step
 
-# the size of the pieces that are reduced in place
+# the size of the pieces in which shared_program and crossing_program reduce a block
 BLOCK_BYTES = 256 << 10
-# Up to this size a memoryview copies, and above it `numpy.copyto`, which takes longer to start but releases the GIL.
+# Copies of up to this size are made by a memoryview. Longer copies are made by `numpy.copyto`, which takes longer to
+# start but releases the GIL.
 SHORT_BYTES = 128 << 10
 
 
@@ -73,13 +75,14 @@ class Combine(NamedTuple):
 
 
 Action: TypeAlias = "Copy | Combine | Step"
-# Actions of even operations, and of odd ones. They differ because slots are used in turn.
+# Two lists of actions, for even and for odd operations. They differ because even and odd operations use different
+# slots.
 Turns: TypeAlias = "tuple[Sequence[Action], Sequence[Action]]"
 NOTHING: Turns = ((), ())
 
 
 def steps_of(actions: Iterable[Action]) -> tuple[Step, ...]:
-    """Return the calls of Python that carry out these actions."""
+    """Return the Python calls that carry out these actions."""
     steps: list[Step] = []
     for action in actions:
         if isinstance(action, Copy):
@@ -100,7 +103,7 @@ def steps_of(actions: Iterable[Action]) -> tuple[Step, ...]:
 
 
 class Phase(NamedTuple):
-    """The work of a rank between two meetings."""
+    """The work of a rank in one phase. After it, all ranks wait for each other."""
 
     # actions before this rank signals that it has finished the phase
     before: tuple[Action, ...]
@@ -111,15 +114,15 @@ class Phase(NamedTuple):
 class NodeProgram(NamedTuple):
     """The actions of a rank in one operation, bound to its own arrays and those of the other ranks."""
 
-    # Run after all ranks have entered. Each phase ends with a meeting. Ranks touch the arrays of other ranks only in
-    # the first phase.
+    # The phases of the operation, which begin after all ranks have entered it. After each phase the ranks wait for each
+    # other. Ranks touch the arrays of other ranks only in the first phase.
     phases: tuple[Phase, ...] = ()
-    # run at the end, after the last meeting
+    # actions that follow the last phase, for even and for odd operations
     last: Turns = NOTHING
 
 
 def merge(programs: Sequence[NodeProgram]) -> NodeProgram:
-    """Merge programs phase by phase. They must have the same number of phases, and no steps after the last one."""
+    """Merge programs phase by phase. They must have the same number of phases, and no `last` actions."""
     phases = tuple(
         Phase(tuple(s for phase in every for s in phase.before), tuple(s for phase in every for s in phase.after))
         for every in zip(*(program.phases for program in programs))
@@ -128,14 +131,14 @@ def merge(programs: Sequence[NodeProgram]) -> NodeProgram:
 
 
 class StepProgram(NamedTuple):
-    """A program as calls of Python: (before, after) the signal of each phase, and the last steps by parity."""
+    """A program as Python calls: for each phase those before and after its signal, and `last` by parity."""
 
     phases: tuple[tuple[Sequence[Step], Sequence[Step]], ...] = ()
     last: tuple[Sequence[Step], Sequence[Step]] = ((), ())
 
 
 def with_steps(program: NodeProgram) -> StepProgram:
-    """Return the program as calls of Python."""
+    """Return the program as Python calls."""
     even, odd = program.last
     phases = tuple((steps_of(phase.before), steps_of(phase.after)) for phase in program.phases)
     return StepProgram(phases, (steps_of(even), steps_of(odd)))
@@ -166,7 +169,7 @@ def slot_puts(memory: NodeAreas, call: Call, x: Window, parity: int) -> tuple[Ac
 
 
 def slot_takes(memory: NodeAreas, call: Call, x: Window, out: Window, parity: int) -> tuple[Action, ...]:
-    """Return the actions that set `out` from the slots of all ranks."""
+    """Return the actions that compute this rank's `out` from the slots of all ranks."""
     slots = [_slot(memory, call, rank, parity) for rank in range(memory.size)]
     actions: list[Action] = []
     if call.reduction is not None:
@@ -197,13 +200,13 @@ def _result_interval(memory: NodeAreas, call: Call) -> tuple[int, int]:
 
 
 class StagePipeline:
-    """The program by stages of one rank.
+    """The program of one rank that moves data through stages.
 
     Each rank owns a piece of the vector, which is cut into blocks. "Block k of owner q" is block k of q's piece.
 
     Stages are reused: two for input (by k % 2) and three for results (by k % 3). In phase k a rank reduces block k from
-    input stage k % 2 and fills input stage (k + 1) % 2. Results need three, because a rank may still copy block k - 1
-    out after its signal, while faster ranks write block k + 1.
+    input stage k % 2 and fills input stage (k + 1) % 2. Results need three stages, because a rank may still copy block
+    k - 1 out after its signal, while faster ranks write block k + 1.
     """
 
     def __init__(self, memory: NodeAreas, call: Call, x: Window, out: Window):
@@ -211,14 +214,14 @@ class StagePipeline:
         self._call = call
         self._x = x
         self._out = out
-        # elements of a block
+        # the number of elements in a block
         self._block = max(1, memory.block_bytes // call.dtype.itemsize)
         self._pieces = [self._piece(owner) for owner in range(memory.size)]
         self._count = max(-(-(stop - start) // self._block) for start, stop in self._pieces)
         self._scratch = np.empty(min(self._block, call.n), call.dtype)
 
     def program(self, restage: bool) -> NodeProgram:
-        """Return the program. `restage`: a rank may have entered without copying its first blocks in."""
+        """Return the program. `restage`: True if a rank may have entered without copying its first blocks to stages."""
         phases = [Phase(self.puts(0))] if restage else []
         alltoall = self._call.kind == "alltoall"
         for k in range(self._count):
@@ -241,7 +244,7 @@ class StagePipeline:
         return tuple(actions)
 
     def _reduces(self, k: int) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
-        """Return the actions that reduce block k of this rank, and those that copy the result to its own out."""
+        """Return the actions that reduce block k of this rank, and those that copy the result to this rank's `out`."""
         call, memory = self._call, self._memory
         start, stop = self._range(memory.rank, k)
         wanted = call.readers(memory.rank)
@@ -262,7 +265,7 @@ class StagePipeline:
         return tuple(combine(call, parts, total, total)), home
 
     def _takes(self, k: int) -> tuple[Action, ...]:
-        """Return the actions that copy block k of every other owner to this rank's out."""
+        """Return the actions that copy the result for block k of every other owner to this rank's `out`."""
         call, memory = self._call, self._memory
         actions: list[Action] = []
         if k < 0:
@@ -350,7 +353,7 @@ def _attach(place: ArrayPlace) -> Vector:
 
 
 class _RemoteWindow(NamedTuple):
-    """A part of the vector in another process. Element `first` is at `address`."""
+    """A part of the vector in the memory of another process. Element `first` of the vector is at `address`."""
 
     pid: int
     address: int
@@ -377,7 +380,7 @@ def crossing_program(
 
 
 class _CrossingArrays:
-    """The arrays of all ranks in a crossing program, and the steps over them."""
+    """The arrays of all ranks in a program for large arrays in private memory, and the actions on these arrays."""
 
     def __init__(
         self, memory: NodeAreas, call: Call, x: Window, out: Window, places: Sequence[tuple[ArrayPlace, ArrayPlace]]
@@ -388,7 +391,7 @@ class _CrossingArrays:
         self._x = x
         self._out = out
         self._buffers = memory.buffers(BLOCK_BYTES)
-        # rank -> its x, its out
+        # another rank -> the place of its `x`, and (below) the place of its `out`
         self._xs: dict[int, _RemoteWindow] = {}
         self._outs: dict[int, _RemoteWindow] = {}
         for rank in memory.turn():
@@ -419,12 +422,12 @@ class _CrossingArrays:
                 yield from copy(vector[first:last], total)
 
     def _is_source(self, reader: int) -> bool:
-        """True if the reader's out is the source of this piece, as on the root of an in-place broadcast."""
+        """True if the reader's `out` is itself the source of this piece, as on the root of an in-place broadcast."""
         far = reader != self._rank and self._call.sources(self._rank) == [reader]
         return far and self._xs[reader] == self._outs[reader]
 
     def _place(self, first: int, last: int, buffer: Vector) -> Vector:
-        """Return the vector in which this rank makes a piece of the result."""
+        """Return where this rank computes a piece of the result: in a part of `x` or `out`, or in `buffer`."""
         if self._call.sources(self._rank) == [self._rank]:
             return self._x.part(first, last)
         return self._out.part(first, last) if self._rank in self._call.readers(self._rank) else buffer[: last - first]
@@ -450,21 +453,21 @@ class _CrossingArrays:
                 so_far = to
 
     def _part(self, source: int, first: int, last: int, buffer: Vector) -> Generator[Action, None, Vector]:
-        """Yield the action that fetches the source's part into the buffer, if it is another rank's. Return the part."""
+        """If another rank owns the source's part, yield the action that fetches it into the buffer. Return the part."""
         if source == self._rank:
             return self._x.part(first, last)
         yield from _kernel_copy(fetch, buffer, *self._xs[source].at(first))
         return buffer
 
     def arrivals(self) -> Iterator[Action]:
-        """Yield the actions of alltoall that fetch the blocks of all other ranks for this one."""
+        """Yield the actions of alltoall that fetch, from every other rank, the block that is meant for this rank."""
         start, _ = self._call.block(self._rank)
         for source in self._order[1:]:
             to = self._out.part(*self._call.arrival(self._rank, source))
             yield from _kernel_copy(fetch, to, *self._xs[source].at(start))
 
     def own(self) -> Iterator[Action]:
-        """Yield the action of alltoall that copies this rank's block for itself."""
+        """Yield the action of alltoall that copies the block that this rank sends to itself."""
         to = self._call.arrival(self._rank, self._rank)
         return copy(self._out.part(*to), self._x.part(*self._call.block(self._rank)))
 

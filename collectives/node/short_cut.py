@@ -1,11 +1,11 @@
-"""A short call on one node as one compiled function: put, enter, wait, take, and the phases of longer programs.
+"""Runs a short call on one node as one compiled function, which copies, enters, waits for the other ranks, and reduces.
 
-`carry_out` is the function. It follows a list of instructions in a record of integers: copy, reduce, enter, wait for
-the others. The record also says where the rows of the board, the slots and the arrays lie. The function runs with the
-GIL held, so it never waits long: if others are late, or bring other arrays, it returns a code, and the caller goes on
-with the general steps of `executor`.
+The compiled function is `carry_out`. It follows a list of instructions in a record of integers: copy, reduce, enter,
+wait for the others. The record also says where the rows of the board, the slots and the arrays lie. The function runs
+with the GIL held, so it never waits long: if other ranks are late, or pass other arrays than before, it returns a code,
+and the caller goes on with the general steps of `executor`.
 
-It needs Numba. Until it is compiled, and for calls that `record_of` cannot express, the general steps carry the call.
+It needs Numba. Until it is compiled, and for calls that `record_of` cannot express, the general steps run the call.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from mpips.collectives.node.program import Action, Combine, Copy, NodeProgram, T
 # Results of a fast path. DONE: the call is complete. NOT_BEGUN: run `NodeExecutor.steps`. MET: all ranks have entered;
 # run `NodeExecutor.rest`.
 DONE, NOT_BEGUN, MET = 0, 1, 2
-# More results of `carry_out`. NOT_MET: not all ranks have entered yet. UNFINISHED + k: this rank has finished phase k,
-# counted from 0, and some other rank has not.
+# More results of `carry_out`. NOT_MET: not all ranks have entered yet. UNFINISHED + k: this rank has finished phase k
+# (the first phase is 0), and some other rank has not.
 NOT_MET, UNFINISHED = 3, 4
-# Longer calls take the general steps: they gain nothing here, and would hold the GIL.
+# Longer calls take the general steps: the compiled function would not make them faster, and would hold the GIL.
 MOST_BYTES = 4 << 20
-# Looks at a row before a rank yields its core: if it has a core of its own, and if ranks share cores.
+# How often a rank reads a row before it yields its core: if each rank has a core of its own, and if ranks share cores.
 SPINS_ALONE, SPINS_SHARED = 300, 3
-# Looks after that, each after a yield, before `carry_out` returns. A yield may take a time slice of another process,
-# and this process's other threads wait for the GIL meanwhile.
+# How often the rank then yields its core and reads the row again, before `carry_out` returns. A yield may take a time
+# slice of another process, and this process's other threads wait for the GIL meanwhile.
 MOST_YIELDS = 4
 
 # Fields of a record. EVEN and ODD say where the instructions for even and for odd operations begin in the record. The
@@ -42,9 +42,9 @@ RANK, RANKS, SPINS, LOOKS, MARK, EVEN, ODD, ENTRIES, ODD_ENTRIES, PROGRESS, ODD_
 # Instructions. A reduction begins with the number of its parts, which is 2 or more:
 #   (parts, address of the total, elements, address of the divisor or 0, addresses of the parts)
 # The total may lie at the address of the first part, but must not overlap another part.
-# and a copy is (COPY, target, bytes, source). The others have no arguments. ENTER tells the other ranks that this one
-# has entered the operation, and waits until all have. SIGNAL tells them that it has finished a phase. FOLLOW waits
-# until all ranks have finished it.
+# A copy is (COPY, target, bytes, source). The other instructions have no arguments. ENTER tells the other ranks that
+# this one has entered the operation, and waits until all have. SIGNAL tells them that this rank has finished a phase.
+# FOLLOW waits until all ranks have finished the phase.
 COPY, ENTER, SIGNAL, FOLLOW, END = 0, -1, -2, -3, -4
 CONSTANTS = {
     "RANK": RANK,
@@ -285,8 +285,8 @@ def short_cut(
     """Return a function that makes one call of the program by the compiled `carry_out`: its fast path.
 
     The function returns DONE, MET or NOT_BEGUN. It returns NOT_BEGUN, with nothing done, in three rare cases: this
-    rank's descriptor has been overwritten, fast paths are held (`board.spent` shows these two), or the number of the
-    operation wraps around.
+    rank's descriptor has been overwritten, fast paths are forbidden (`board.spent` shows both of these), or the number
+    of the operation wraps around.
 
     Args:
         text: The call in words, for error messages.

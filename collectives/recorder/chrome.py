@@ -1,9 +1,10 @@
-"""Makes events in Chrome's trace format, and the file around them. Perfetto and chrome://tracing open such a file.
+"""Makes events in Chrome's trace format, and writes a file of them. Perfetto and chrome://tracing open such a file.
 
 Kinds of event:
 
-    X           a bar on a row; two bars of a row must be apart, or one inside the other (see `rows`)
-    s, t, f     an arrow through bars: it starts in the bar at event `s`, passes the bars at events `t`, and ends in the
+    X           a bar on a row; two bars of a row must not overlap, except that one may lie inside the other (see
+    `rows`) s, t, f     an arrow through bars: it starts in the bar at event `s`, passes the bars at events `t`, and
+    ends in the
                 bar at event `f`
     M           names of processes and rows
 

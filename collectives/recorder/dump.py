@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 
 from mpips.collectives.recorder import page as pages
 
-# version of PyTorch's format
+# the version of PyTorch's file format that this module writes
 VERSION = "2.10"
 PREFIX = "rank_"
-# Our operation -> PyTorch's. Our blocks may differ in size. PyTorch's operations that end in v permit that as well.
+# Our name of an operation -> PyTorch's name. Names that end in "v" allow blocks of different sizes, as our operations
+# do.
 NAMES = {
     "allreduce": "all_reduce",
     "reduce_scatter": "reduce_scatter_v",
@@ -43,9 +44,10 @@ DTYPES = {
     "int64": "Long",
     "bool": "Bool",
 }
-# the text of a collective on the page, such as "allreduce of 100 float32"
+# matches the text of a collective on a page, such as "allreduce of 100 float32"
 CALL = re.compile(r"(\w+) of (\d+) (\w+)")
-# An array in a text, such as "100 float32". The groups are its length and the bits of an element. bool has no bits.
+# Matches an array in the text of a call, such as "100 float32". Its groups are the number of elements and the bits of
+# an element (empty for bool).
 ARRAY = re.compile(r"\b(\d+) (?:bool|[a-z]+(8|16|32|64|128))\b")
 GROUPED = re.compile(r"grouped_allreduce of \d+ arrays \(([^)]*)\)")
 
@@ -56,7 +58,7 @@ def bytes_of(text: str) -> int:
 
 
 class DumpedCall(NamedTuple):
-    """A collective on the page of a rank. Times are Unix time in nanoseconds, or 0 if unknown."""
+    """A collective that is recorded on the page of a rank. Times are Unix time in nanoseconds, or 0 if unknown."""
 
     number: int
     operation: str
@@ -163,7 +165,7 @@ Group = tuple[tuple[int, ...], int]
 
 
 def _calls(rank: Mapping[str, Any]) -> dict[Group, dict[int, DumpedCall]]:
-    """Return the collectives that a rank's page has: communicator -> number of the call -> collective."""
+    """Return the collectives on a rank's page, as nested dicts: communicator -> number of the call -> collective."""
     groups: dict[int, Group] = {
         int(identity): (tuple(map(int, record["ranks"].split(","))), record["place"])
         for identity, record in rank["communicators"].items()

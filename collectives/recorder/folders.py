@@ -23,13 +23,13 @@ JOB = "_MPIPS_JOB"
 # user). Several jobs may run in one allocation at a time.
 SCHEDULERS = ("SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID")
 MEMORY = Path("/dev/shm")
-# PID.page, in which the rank that runs as process PID records what it does
+# The suffix of a page: in PID.page, the rank that runs as process PID records what it does.
 PAGE = ".page"
-# PID.stacks, into which that rank writes the stacks of its threads when it gets a signal
+# The suffix of a file for stacks: into PID.stacks, process PID writes the stacks of its threads when it gets a signal.
 STACKS = ".stacks"
-# RANK.ended, an empty file. It says that the program of the rank with this number has ended well.
+# The suffix of an empty file: RANK.ended says that the program of the rank with this number has ended well.
 PROGRAM_ENDED = ".ended"
-# PID.trace, in which that rank records its calls while the job is traced (`recorder.tracing`)
+# The suffix of a trace: in PID.trace, process PID records its calls while the job is traced (`recorder.tracing`).
 TRACE = ".trace"
 # the file by which `mpips trace` asks the ranks of a job to begin a trace
 TRACE_REQUEST = "trace.json"
@@ -55,7 +55,7 @@ def is_private(path: Path) -> bool:
 
 
 def job_name(environment: Mapping[str, str] = os.environ, alone: bool = False) -> str:
-    """Return the name of the job to which this process belongs. No other launch on the machine has the same name.
+    """Return the name of the job to which this process belongs. Each launch on the machine has a different name.
 
     In an allocation of a scheduler, the job's name begins with the allocation's name. `alone` is True if the job has
     no other process.
@@ -156,7 +156,7 @@ def write_hosts(name: str, text: str) -> None:
 def read_hosts(folder: Path) -> dict[str, Any]:
     """Return what `write_hosts` has written (`names`, `launcher`, `agent`, `python`, `path`), or {}.
 
-    The file names a program to run, so the file is trusted only in a folder to which only this user has access.
+    The file names a program that will be run. So it is trusted only in a folder to which no other user has access.
     """
     with suppress(OSError, ValueError):
         if folder.parent == jobs_folder() and is_ours(folder):
@@ -182,7 +182,7 @@ def is_launched_here(folder: Path) -> bool:
 
 
 def write(folder: Path, name: str, text: str) -> None:
-    """Write a file atomically, so that the ranks of a host may write it at the same time."""
+    """Write a file atomically, so that several ranks of a host may write it at the same time."""
     passing = folder / f".{name}-{os.getpid()}"
     fd = os.open(passing, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     with open(fd, "w", encoding="utf-8") as file:

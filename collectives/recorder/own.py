@@ -1,10 +1,10 @@
 """The page of this process: the file in which it records what it does, so that other processes can read it.
 
 The page is opened when the process becomes a rank, removed when the process ends well, and kept when the process fails.
-It is in the folder of the job (`folders`). On `SIGNAL`, the process writes the stacks of all threads into a file beside
-the page. With `MPIPS_RECORDER=0` the process has no page.
+It is in the folder of the job (`folders`). When the process gets the signal `SIGNAL`, it writes the stacks of all its
+threads into a file beside the page. With `MPIPS_RECORDER=0` the process has no page.
 
-Each communicator or store has a *lane* of the page: its last call is marked there (`Marks`).
+The page has a *lane* for each communicator and each store, which shows the last call made on it (`Marks`).
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ DUMP_VARIABLE = "MPIPS_DUMP_DIR"
 SIGNAL = int(signal.SIGRTMAX) - 6
 # A wait that lasts this long is written to the page, and then written again at this interval.
 LASTING_SECONDS = 0.2
-# the length limit of the sentence that says how a rank has ended
+# the length limit of the message that says how a rank has ended
 LONGEST_BYTES = 3800
-# indexes of two words of the page's head
+# the indexes of two words in the head of the page
 WAITED = pages.AT["waited_ns"]
 WAITED_TIMES = pages.AT["waits"]
 # Packages through which the user's program may call this package. `user_line` skips their frames.
@@ -61,7 +61,7 @@ class RankState:
         self.rank = self._generation = self._step = -1
 
     def take(self, role: str, member: int) -> None:
-        """Take a role, as number `member` of that role. A rank that replaces a dead rank takes that rank's number."""
+        """Set the role, and the number in the role. A rank that replaces a dead rank gets the dead rank's number."""
         _identity["member"] = member
         self.role = role
 
@@ -102,11 +102,11 @@ page = Page()
 rank_state = RankState()
 _identity: dict[str, Any] = {}
 _notes: dict[str, float] = {}
-# thread id -> the wait of that thread that is on the page
+# thread id -> the wait of that thread, as it is written on the page
 _waits: dict[int, dict[str, Any]] = {}
-# guards _waits
+# a lock that guards _waits
 _lock = threading.Lock()
-# files to remove at the end: the page, and the file for stacks
+# the files to remove when the process ends: the page, and the file for stacks
 _paths: list[Path] = []
 # identity of a communicator -> its ranks, and how many communicators of the same ranks were made before it
 _communicators: dict[int, dict[str, Any]] = {}
@@ -123,10 +123,10 @@ def is_wanted(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def begin(rank: int, size: int) -> None:
-    """Open this rank's page. Only the first call in a process does anything.
+    """Open this rank's page. Later calls in the same process do nothing.
 
     Raises:
-        OSError: The page cannot be opened. The job can go on without a page.
+        OSError: The page cannot be opened. The job can continue without a page.
     """
     global page, ring
     answer_usr2()
@@ -161,7 +161,7 @@ def path_beside_page(suffix: str) -> Path | None:
 
 
 def copy_identity() -> dict[str, Any]:
-    """Return a copy of the identity on the page: rank, size, host and program, and later role and member."""
+    """Return a copy of the identity on the page: rank, size, host, program, and (once known) role and member."""
     return dict(_identity)
 
 
@@ -175,7 +175,7 @@ def _write_stacks_on_signal(path: Path) -> None:
 
 
 def answer_usr2() -> None:
-    """From now on, write a dump on SIGUSR2, or print why not. A handler that the program has set stays."""
+    """From now on, write a dump on SIGUSR2, or print why that fails. If the program has set a handler, keep it."""
     if signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
         # Python allows handlers to be set only in the main thread.
         with suppress(ValueError):
@@ -240,7 +240,7 @@ def _dump() -> Path | None:
     return None
 
 
-# the argument `own` of each failure that write_failure() has written
+# for each failure that write_failure() has written, its argument `own`
 _failures: list[bool] = []
 
 
@@ -281,7 +281,8 @@ def clear_failures() -> None:
 def _remove_page() -> None:
     if _failures:
         return
-    # Other ranks may still begin to wait for this rank. This file tells them that the rank has ended (find_ended).
+    # Other ranks may still begin to wait for this rank. The file with the suffix `.ended` tells them that the rank has
+    # ended (see `find_ended`).
     if _paths and _identity["size"] > 1:
         with suppress(OSError):
             (_paths[0].parent / f"{_identity['rank']}{folders.PROGRAM_ENDED}").touch(0o600)
@@ -420,7 +421,7 @@ def write_wait(what: str, began: float, late: Sequence[int]) -> None:
 
 
 def count_wait(seconds: float, written: bool) -> None:
-    """Count a wait that is over. If `written`, `write_wait` has put the wait on the page: remove it from the page."""
+    """Count a wait that has ended. If `write_wait` has `written` the wait to the page, remove it from the page."""
     words = page.words
     words[WAITED] += int(seconds * 1e9)
     words[WAITED_TIMES] += 1
@@ -457,10 +458,10 @@ def with_line(what: str, line: str) -> str:
 
 
 class Timeable(Protocol):
-    """A plan or a store. It times every call during a trace, and otherwise only the long calls."""
+    """A plan or a store. During a trace it records the time of every call, and otherwise only of long calls."""
 
     def set_timed(self, every: bool) -> None:
-        """From now on, time every call if `every`, and otherwise only the long calls."""
+        """From now on, record the time of every call if `every` is True, and otherwise only of long calls."""
 
 
 # Calls of this many bytes or more are always timed. Timing takes about 3 us, which is more than 1 % of the time of a
@@ -470,7 +471,7 @@ LONG_BYTES = 16 << 20
 ring = page.ring
 is_traced = False
 _timeable: weakref.WeakSet[Timeable] = weakref.WeakSet()
-# guards ring, is_traced and _timeable
+# a lock that guards ring, is_traced and _timeable
 _timing = threading.Lock()
 
 
@@ -487,7 +488,7 @@ def trace(into: RecordRing) -> None:
 
 
 def untrace() -> None:
-    """End the trace. Calls that have already begun still write their ends into its ring. Later calls do not use it."""
+    """End the trace. Calls that have already begun still write their ends into the trace's ring. Later calls do not."""
     global ring, is_traced
     with _timing:
         ring, is_traced = page.ring, False
@@ -496,16 +497,17 @@ def untrace() -> None:
 
 
 def add_timeable(timeable: Timeable) -> None:
-    """Call `set_timed` of a plan or store now, and whenever a trace begins or ends. Only a weak reference is kept."""
+    """Call `set_timed` of a plan or store now, and whenever a trace begins or ends. Keeps only a weak reference."""
     with _timing:
         _timeable.add(timeable)
         timeable.set_timed(is_traced)
 
 
 def begin_rare(operation: str, subject: str = "") -> tuple[RecordRing, int]:
-    """Begin a record of a rare operation, such as a checkpoint or a recovery. It is recorded even without a trace.
+    """Begin the record of a rare operation, such as a checkpoint or a recovery.
 
-    Return the ring, and the sequence number to pass to the ring's `end`.
+    Rare operations are always recorded, even when no trace runs. Return the ring, and the sequence number to pass to
+    the ring's `end`.
     """
     into = ring
     return into, into.begin(form(0, operation, subject, line=user_line(sys._getframe(1))))
@@ -517,8 +519,8 @@ def begin_rare(operation: str, subject: str = "") -> tuple[RecordRing, int]:
 class Marks:
     """The lane of one communicator or store on this process' page.
 
-    Each call writes its mark there, a word that shows which call is the last one. If the page has no free lane, marks
-    go into private memory, which other processes cannot read.
+    Each call writes a word that identifies it, the *mark*, into the lane. So the mark always shows the last call. If
+    the page has no free lane, marks go into private memory, which other processes cannot read.
     """
 
     def __init__(self, identity: int) -> None:
@@ -526,11 +528,12 @@ class Marks:
         self.identity = identity
         self._lane = page.take_lane(identity)
         at = Page.mark_at(max(self._lane, 0))
-        # The mark. A call sets it to 2^32 * the call's number + the call's token, which stands for a text.
+        # The mark. A call sets it to 2^32 * the number of the call + a token. A token is a number that stands for the
+        # text of a call.
         self.word = page.words[at : at + 1] if self._lane >= 0 else memoryview(bytearray(8)).cast(WORD)
 
     def name(self, token: int, text: str) -> None:
-        """Write the text for which a token of this lane stands."""
+        """Write to the page the text that a token of this lane stands for."""
         if self._lane >= 0:
             self._page.name(self._lane, token, text)
 
@@ -539,7 +542,7 @@ class Marks:
         return self._page.new_token(text)
 
     def close(self) -> None:
-        """Give the lane back to the page."""
+        """Free the lane, so that another communicator or store can use it."""
         if self._lane >= 0:
             self._page.give_lane(self._lane)
             self._lane = -1

@@ -1,7 +1,7 @@
 """The page of a rank: a small file in the machine's memory that says what the rank does. It outlives its process.
 
-A tool reads from the file the rank's identity, its step, what it waits for and the calls that it began last. The rank
-itself need not answer. The rank writes with `Page`, and the tool reads with `read`.
+From this file a tool reads the rank's identity, its training step, what it waits for and which calls it began last. The
+rank itself need not answer. The rank writes with `Page`, and the tool reads with `read`.
 
 Layout, in this order:
 
@@ -43,15 +43,15 @@ from mpips.collectives.recorder.ring import HEAD_BYTES, RECORD_BYTES, WORD, Call
 
 MAGIC, VERSION = 0x6D70697073_52, 6
 # The words of the head, in order. Times are nanoseconds of the monotonic clock, except began_ns, which is Unix time.
-#   generation, step        1 more than the value; 0 means unknown
-#   waited_ns, waits        total time and number of the waits that are over
+#   generation, step        the generation and the training step, plus 1; 0 means unknown
+#   waited_ns, waits        the total time and the number of the waits that have ended
 #   signal                  the signal on which the rank writes the stacks of its threads
-#   calls                   the number of calls of lanes that were given back
+#   calls                   the number of calls on communicators and stores whose lanes were freed
 #   failures                how often a generation of a store, or a communicator, has ended with an error
 #   checkpoints             the number of checkpoints that this rank has written
 #   exchanges               the number of exchanges of parameters (a worker trains by itself between two exchanges)
 #   exchange_ns             the time at which the last exchange ended
-#   exchanged_bytes         bytes that all exchanges have sent and received
+#   exchanged_bytes         the number of bytes that all exchanges have sent and received
 HEAD = (
     "magic",
     "version",
@@ -77,15 +77,15 @@ AT = {name: number for number, name in enumerate(HEAD)}
 TEXT_BYTES = 4096
 IDENTITY, WAITS, END, NOTES, COMMUNICATORS, LOAD, TABLES = (TEXT_BYTES * number for number in range(1, 8))
 LANES = 64
-# the number of tokens of a lane whose texts are kept, and the bytes of a text
+# the number of tokens of a lane whose texts are kept, and the number of bytes for each text
 TOKENS = 64
 TOKEN_BYTES = 256
 # Each lane has a cache line of its own, which holds the mark and the lane's identity.
 LANE_WORDS = 8
 MARKS = TEXT_BYTES * 8
-# The numbers of a table. A server writes the first seven (see Table.stats). A worker writes the last four: how many
-# rows it has pushed, asked servers for, and read in place, and how many of its pushes a server refused for lack of
-# memory.
+# The numbers of an embedding table. A server writes the first seven (see Table.stats). A worker writes the last four:
+# how many rows it has pushed, asked servers for, and read in place, and how many of its pushes a server refused for
+# lack of memory.
 TABLE = (
     "rows",
     "bytes",
@@ -105,11 +105,11 @@ NUMBERS_AT = MARKS + LANES * LANE_WORDS * 8
 RING = NUMBERS_AT + MOST_TABLES * TABLE_WORDS * 8
 RING_RECORDS = 256
 RING_BYTES = HEAD_BYTES + RING_RECORDS * RECORD_BYTES
-# the offset of the bytes that say for each chunk of texts whether memory is allocated for it
+# The offset of a row of bytes. For each chunk of texts, one byte is 1 if memory is allocated for the chunk.
 CHUNKS = TEXT_BYTES // 2
 CHUNK_BYTES = 4096
 TEXTS = -(-(RING + RING_BYTES) // CHUNK_BYTES) * CHUNK_BYTES
-# All lanes share the tokens above POOL. The texts of the last POOL_TOKENS such tokens are kept.
+# All lanes share the tokens from POOL on (the *pool*). The page keeps the texts of the newest POOL_TOKENS of them.
 POOL = 1 << 31
 POOL_TOKENS = 4096
 NAMES = TEXTS + LANES * TOKENS * TOKEN_BYTES
@@ -169,7 +169,7 @@ class PageContent(NamedTuple):
 
 
 class Page:
-    """The page of this rank, for writing. It is in a new file, or without a path in private memory.
+    """The page of this rank, for writing. It is in a new file or, if no path is given, in private memory.
 
     Raises:
         OSError: There is no room for the file. No file is left behind.
@@ -223,7 +223,7 @@ class Page:
         return lane
 
     def give_lane(self, lane: int) -> None:
-        """Free a lane. Add the number of its calls to `calls` in the head."""
+        """Free a lane, and add the number of calls made in it to the word `calls` of the head."""
         at = self.mark_at(lane)
         self.words[AT["calls"]] += self.words[at] >> 32
         self.words[at + 1] = 0
@@ -266,7 +266,7 @@ class Page:
         return True
 
     def new_token(self, text: str) -> int:
-        """Return a new token for a text, from the pool of all lanes. The text lasts for `POOL_TOKENS` more tokens."""
+        """Return a new token of the pool for a text. The text is kept until `POOL_TOKENS` more tokens were taken."""
         self._named += 1
         self.name(0, POOL + self._named, text)
         return POOL + self._named

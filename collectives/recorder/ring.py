@@ -1,9 +1,9 @@
 """A ring of fixed-size records, one for each timed call. One process writes it; other processes map and read it.
 
 Each record begins with a sequence number, which is 0 while the record is being written and unique afterwards. A reader
-compares the number before and after it copies the record, and drops a record that changed in between. The fields that
-are the same in all calls of a plan, or of a key in a store, are packed once, as a *form* (name, bytes, and so on). A
-record copies the form and adds numbers and times. Each record names its *lane*, i.e. its communicator or store.
+compares the number before and after it copies the record, and discards a record that changed in between. The fields
+that are the same in all calls of a plan, or of a key in a store, are packed once, as a *form* (name, bytes, and so on).
+A record copies the form and adds numbers and times. Each record names its *lane*, i.e. its communicator or store.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WORD: Literal["L"] = "L"
 HEAD_BYTES, RECORD_BYTES = 64, 256
 _NUMBERS = struct.Struct("=QqQQQQ")
 _FORM = struct.Struct("=QQQq24s16s72s56s")
-# indexes of words within a record
+# the indexes of these words within a record
 _NUMBER, _ROUND, _BEGUN, _ENDED = 1, 2, 4, 5
 _FORM_AT = 8 + _NUMBERS.size
 assert _FORM_AT + _FORM.size == RECORD_BYTES
@@ -108,12 +108,12 @@ class RecordRing:
             form: The fields that all records of the call share, from form().
             number: The number of the call in its lane.
             round_: The round of the key.
-            starts: True if the call starts now, False if it is only scheduled.
+            starts: True if the call starts now, False if it is only scheduled and `start` will be called.
         """
         with self._lock:
             self._sequence = sequence = self._sequence + 1
             at = HEAD_BYTES + sequence % self.slots * RECORD_BYTES
-            # The sequence number is 0 during the write, so that readers drop the record.
+            # The sequence number is 0 during the write, so that readers discard the record.
             self._words[at >> 3] = 0
             self._bytes[at + _FORM_AT : at + RECORD_BYTES] = form
             now = time.monotonic_ns()
@@ -122,7 +122,7 @@ class RecordRing:
         return sequence
 
     def start(self, sequence: int, number: int = 0, round_: int = 0) -> None:
-        """Write that a scheduled call starts now. Does nothing if its record has been replaced.
+        """Record that a scheduled call starts now. Does nothing if its record has been replaced.
 
         Args:
             sequence: The number that begin() has returned.
@@ -136,7 +136,7 @@ class RecordRing:
                 self._words[word + _BEGUN] = time.monotonic_ns()
 
     def end(self, sequence: int) -> None:
-        """Write that a call is over. Does nothing if its record has been replaced."""
+        """Record that a call has ended. Does nothing if its record has been replaced."""
         word = self._at(sequence)
         with self._lock:
             if self._words[word] == sequence:

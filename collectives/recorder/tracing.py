@@ -2,7 +2,8 @@
 
 A page is the file in which a rank always records what it does (`recorder.page`). `mpips run --trace` sets an
 environment variable to ask for a trace of the whole job. `mpips trace` can ask at any time: it puts a request into the
-job's folder and sends a signal. So without a request tracing costs nothing, not even a check for requests.
+job's folder and sends a signal. So tracing costs a rank nothing before a request: the rank need not even check for
+requests.
 
 Layout of the file:
 
@@ -34,14 +35,14 @@ from mpips.collectives.recorder.ring import RECORD_BYTES, CallRecord, RecordRing
 
 # environment variable with the size of each rank's ring in bytes, set by `mpips run`
 VARIABLE = "_MPIPS_TRACE"
-# The size of a rank's ring. While the rings of all ranks exceed half of the free memory, the size is halved, but not
-# below LEAST_BYTES.
+# The size of a rank's ring of records. If the rings of all ranks need more than half of the free memory, this size is
+# halved repeatedly, but not below LEAST_BYTES.
 RING_BYTES = 32 << 20
 LEAST_BYTES = 1 << 20
 SUFFIX = folders.TRACE
 REQUEST = folders.TRACE_REQUEST
 HEAD_BYTES = 4096
-# a signal that no other library uses; on it a rank looks for a request
+# a signal that no other library uses; a rank that gets it looks for a request in the job's folder
 SIGNAL = int(signal.SIGRTMAX) - 7
 LOG = log.get("mpips.trace")
 _begun = False
@@ -67,7 +68,7 @@ class RankTrace(NamedTuple):
 
 
 def begin(rank: int, size: int) -> None:
-    """Open this rank's page, and begin a trace if the launcher has asked for one. Only the first call does anything."""
+    """Open this rank's page, and begin a trace if the launcher has asked for one. Later calls do nothing."""
     global _begun
     if _begun:
         return
@@ -110,7 +111,7 @@ def _trace_as_asked() -> None:
 
 
 def _start(path: Path, nbytes: int) -> bool:
-    """Begin to trace into a new file. If the file cannot be made, log a warning and return False."""
+    """Begin to record this rank's calls in a new file. If the file cannot be made, log a warning and return False."""
     with suppress(OSError):
         path.unlink()
     try:
@@ -132,7 +133,7 @@ def _start(path: Path, nbytes: int) -> bool:
 
 
 def _allocate(fd: int, nbytes: int) -> int:
-    """Allocate memory for a ring of `nbytes`, or else of a half, a quarter, and so on. Return the length of the file.
+    """Allocate memory for a ring of `nbytes`, or of half of that, a quarter, ... Return the length of the file.
 
     Raises:
         OSError: There is no memory even for `LEAST_BYTES`.

@@ -10,7 +10,8 @@ Steps: lane t (the paper's thread t) cuts its 1/k of the vector into p chunks an
 mod k. In each step of the aggregation, which handles one level, a rank splits the chunks that it still holds into n
 parts. It sends to each of its neighbours of that level the part with the neighbour's digit, and receives the part with
 its own digit from each of them. So it keeps 1/n of its chunks, summed over n times as many ranks. After k steps the
-rank holds one chunk, summed over all ranks. The broadcast sends the chunks back in the reverse order of steps.
+rank holds one chunk, summed over all ranks. The broadcast then takes the steps in the reverse order, and sends the
+finished chunks to all ranks.
 
 Chunks of lane t are numbered by the digits of their owner, digit t first, then t+1, and so on. So the chunks that a
 rank still holds are always one interval, each step cuts this interval into n, and every message is one contiguous
@@ -52,7 +53,7 @@ KINDS = ("allreduce", "reduce_scatter", "allgather")
 
 
 def reduce_scatter(radices: tuple[int, ...], order: tuple[int, ...], rank: Index) -> Steps:
-    """Aggregate: each rank ends up with the sum of the chunk that has its digits.
+    """Aggregate: each rank ends up with the sum of one chunk, whose digits are those of the rank.
 
     Args:
         radices: The radix of each digit, the least significant digit first.
@@ -64,15 +65,16 @@ def reduce_scatter(radices: tuple[int, ...], order: tuple[int, ...], rank: Index
 
 
 def allgather(radices: tuple[int, ...], order: tuple[int, ...], rank: Index) -> Steps:
-    """Broadcast: send the chunks back, level by level, in the reverse of `order`."""
+    """Give every rank the sums of all chunks: exchange chunks level by level, in the reverse of `order`."""
     for w in reversed(range(len(order))):
         yield ScheduleStep(radices[order[w]] - 1, partial(_exchange, radices, order, w, rank, False))
 
 
 def _exchange(radices: tuple[int, ...], order: tuple[int, ...], w: int, rank: Index, aggregate: bool, i: int) -> Round:
-    """Return round i of step w: send to the neighbour whose digit is i+1 higher, receive from the one i+1 lower.
+    """Return round i of step w: send to the neighbour whose digit is higher by i+1, receive from the one lower by i+1.
 
-    Digits are mod n.
+    The digit is that of the step's level, order[w], and is taken modulo its radix. `aggregate` is True if received
+    chunks are added.
     """
     level = order[w]
     n, stride = radices[level], prod(radices[:level])
@@ -93,7 +95,7 @@ def _exchange(radices: tuple[int, ...], order: tuple[int, ...], w: int, rank: In
 
 
 def over(kind: str, radices: tuple[int, ...], lanes: int, name: str) -> Schedule:
-    """Build the exchange over digits with any radices, such as the slots, edges and pods of a fat-tree.
+    """Build the exchange for ranks whose digits have any radices, such as the slots, edges and pods of a fat-tree.
 
     Args:
         kind: One of `KINDS`.

@@ -80,7 +80,7 @@ def _tree(p: int, rank: Index, distance: int) -> tuple[Index, Index]:
 
 
 def _part(p: int, rank: Index, distance: int) -> ChunkInterval:
-    """Return the interval of a rank and the ranks below it in the tree."""
+    """Return the chunks of a rank and of all ranks below it in the tree, which are one interval."""
     return ChunkInterval(rank, where(rank + distance < p, rank + distance, p))
 
 

@@ -1,8 +1,8 @@
 """All algorithms by name: the collectives that each serves, its parameters, and the function that builds its schedule.
 
 An algorithm is written as "ring", or with parameters as "multi_ring(rings=4)", "bcube(n=3,k=2)" or
-"hierarchical(local=4,between=ring)". To add an algorithm, write a file like `ring`, import it in this module and give
-it a line in `ALGORITHMS`; docs/how-to/add-an-algorithm.md has an example.
+"hierarchical(local=4,between=ring)". To add an algorithm, write a file like `ring`, import it in this module and add it
+to `ALGORITHMS`; docs/how-to/add-an-algorithm.md has an example.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ROOTED = ("broadcast", "reduce")
 
 
 def names(kind: str) -> tuple[str, ...]:
-    """Return the algorithms that serve `kind`."""
+    """Return the names of the algorithms that can run the collective `kind`."""
     if kind not in KINDS:
         raise ValueError(f"unknown collective {kind!r}: choose one of {', '.join(KINDS)}")
     return tuple(name for name, module in ALGORITHMS.items() if kind in module.KINDS)
@@ -101,7 +101,7 @@ def build(kind: str, algorithm: str, p: int, root: int = 0, **parameters: Any) -
 
 
 def _composed(kind: str, name: str, p: int) -> dict[str, Any]:
-    """Return the parts of other algorithms, as arguments for this algorithm's build()."""
+    """Return the parts of other algorithms that the algorithm `name` needs, as arguments for its build()."""
     if name == "multi_ring":
         return {"single": ring.build(kind, p)}
     if name == "halving_doubling":
@@ -112,7 +112,7 @@ def _composed(kind: str, name: str, p: int) -> dict[str, Any]:
 
 
 def serves(kind: str, algorithm: str, p: int, **parameters: Any) -> str | None:
-    """Return None if `build` would succeed, and otherwise the text of its error."""
+    """Return None if `build` would succeed, and otherwise the text of the error that it would raise."""
     try:
         build(kind, algorithm, p, **parameters)
     except ValueError as refusal:

@@ -50,7 +50,7 @@ def allgather(p: int, rank: Index) -> Steps:
 
 
 def alltoall(p: int, rank: Index) -> Steps:
-    """Make block d of rank r's input block r of rank d's output."""
+    """Move block d of the input of rank r to block r of the output of rank d, for all r and d."""
     yield ScheduleStep(p - 1, partial(_swap, p, rank))
 
 

@@ -1,8 +1,8 @@
 """Halving and doubling, also called Rabenseifner's algorithm: as few bytes as the ring, in few steps.
 
 Source: Rabenseifner, "Optimization of collective reduction operations" (2004); Thakur, Rabenseifner and Gropp,
-"Optimization of collective communication operations in MPICH" (2005). The papers are about p = 2^m. Here the exchange
-of `bcube`, over digits of different sizes, also serves other p, mostly without a fold.
+"Optimization of collective communication operations in MPICH" (2005). The papers are about p = 2^m. This module uses
+the exchange of `bcube`, whose digits may have different sizes, so it also serves other p, mostly without a fold.
 
 Steps: a rank is written as a number whose digits have the prime factors of p as their radices. The reduce-scatter takes
 one digit after the other: ranks that differ only in this digit split the chunks that they hold among themselves (in
@@ -33,7 +33,7 @@ PRIMES = (2, 3, 5, 7)
 
 
 def factors(p: int) -> tuple[int, ...]:
-    """Return the prime factors of p up to 7, in ascending order."""
+    """Return those prime factors of p that are at most 7, in ascending order."""
     primes = []
     for prime in PRIMES:
         while p % prime == 0:

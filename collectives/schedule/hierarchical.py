@@ -1,7 +1,7 @@
 """Hierarchical: sum inside each node, then sum each rank's slice between nodes, then gather inside each node.
 
-Source: the two-level scheme of MPI libraries. In those, one leader of each node communicates between nodes. Here all
-ranks of a node do.
+Source: the two-level scheme of MPI libraries. In MPI libraries, one leader of each node communicates with the other
+nodes. In this schedule all ranks of a node do.
 
 Steps, with ranks numbered node by node and `local` ranks on each node: (1) a reduce-scatter inside the node by
 `direct`, after which local rank i holds slice i of the node's sum; (2) the allreduce `between` of slice i among the

@@ -5,7 +5,8 @@ A schedule has lanes, a lane has steps, a step has rounds, and a round moves chu
     schedule  p ranks, a kind (allreduce, ...), and lanes.
     lane      an equal share of the vector, cut into chunks, and a sequence of steps. Lanes touch different elements,
               so they may run at the same time.
-    step      a set of rounds that do not depend on each other: all may be in flight at once. A rank starts the next
+    step      a set of rounds that do not depend on each other: the messages of all rounds may be in flight at once. A
+    rank starts the next
               step of the lane when it has finished all rounds of the current step. A step sends the values that the
               chunks held when the step began.
     round     a rank sends one interval of chunks to at most one partner, and receives one interval of chunks from at
@@ -46,7 +47,7 @@ BUS_FACTOR: dict[str, Callable[[int], float]] = {
     "reduce": lambda p: 1.0,
 }
 NOBODY = -1
-# more lanes do not make any collective faster
+# the largest number of lanes of a schedule; more lanes do not make any collective faster
 MOST_LANES = 1024
 
 # an int (one rank), or an int64 array with one entry for each rank (all ranks at once)
@@ -79,7 +80,7 @@ class Round(NamedTuple):
     add: bool
 
     def over(self, p: int) -> Round:
-        """Return the round with every field as an array over p ranks."""
+        """Return the round with every field as an array that has an entry for each of p ranks."""
 
         def spread(field: Index) -> Index:
             return np.broadcast_to(np.asarray(field, dtype=np.int64), (p,))
@@ -95,7 +96,7 @@ class Round(NamedTuple):
 
 @dataclass(frozen=True)
 class ScheduleStep:
-    """A step of `count` rounds. `make` makes each one on demand, because p - 1 rounds of p ranks take much memory."""
+    """A step of `count` rounds. `make` makes each round on demand, because p - 1 rounds of p ranks take much memory."""
 
     count: int
     make: Callable[[int], Round]
@@ -178,7 +179,7 @@ class Schedule:
                 yield RankStep(index, rounds)
 
     def offsets(self, n: int, lane: int) -> NDArray[np.int64]:
-        """Return the element at which each chunk of a lane begins in a vector of n elements, and then the lane's end.
+        """Return the first element of each chunk of a lane in a vector of n elements, followed by the end of the lane.
 
         The array has one entry more than the lane has chunks. Chunks may be empty.
         """
@@ -299,7 +300,7 @@ def folded(stage: Stage, p: int, q: int, chunks: int) -> Stage:
 
 
 def _fold(stage: Stage, extra: int, whole: ChunkInterval, rank: Index) -> Steps:
-    # Even ranks of pairs are retired during the stage. Odd ranks of pairs are active and take part for both.
+    # During the stage, the even rank of a pair is idle, and the odd rank takes part for both.
     paired = rank < 2 * extra
     retired, active = paired & (rank % 2 == 0), paired & (rank % 2 == 1)
     to_active, to_retired = where(retired, rank + 1, NOBODY), where(active, rank - 1, NOBODY)

@@ -7,11 +7,11 @@ It raises ScheduleError, with lane, step, round, rank and chunk, at the first
 - message without a counterpart: partners that do not name each other, intervals that differ or lie outside the lane;
 - race: a chunk that one round overwrites while another round of the same step sends, adds to or overwrites it;
 - contribution that is added twice, lost by an overwrite, or sent by a rank that holds nothing yet;
-- rank that ends without a result that the kind promises.
+- rank that does not have, at the end, the result that the kind of collective promises.
 
-A schedule without the first fault has no deadlock. Every message is at the same place (lane, step, round) of the
-programs of its two ranks, and all rounds of a step are in flight together. Take the unfinished step with the lowest
-number: both ranks have begun each of its messages, so the step finishes.
+If every message has a counterpart, the schedule has no deadlock: each message is at the same place (lane, step, round)
+in the programs of its two ranks, and all rounds of a step are in flight together. Take the unfinished step with the
+lowest number: both ranks have begun each of its messages, so the step finishes.
 
 A set is a bit mask of 64 ranks. With more than 64 ranks, each rank first gets a random number, and a chunk holds the
 sum of these numbers modulo 2^64 instead of a set: the probability that a wrong sum looks right is about 2^-63. Only if
@@ -67,7 +67,7 @@ def check(schedule: Schedule) -> None:
 
 
 def _run_masks(schedule: Schedule, lane: int, first: int) -> None:
-    """Execute a lane with sets: follow the contributions of ranks first .. first+63 exactly."""
+    """Execute a lane with sets (bit masks) that show which of ranks first .. first+63 contribute to each chunk."""
     ranks = np.arange(schedule.p)
     inside = (ranks >= first) & (ranks < first + GROUP)
     weight = np.where(inside, np.uint64(1) << ((ranks - first) % GROUP).astype(np.uint64), np.uint64(0))
@@ -134,7 +134,7 @@ def _initial(schedule: Schedule, lane: int, weight: Masks) -> Masks:
 
 
 def _final(schedule: Schedule, lane: int, weight: Masks, total: np.uint64) -> list[tuple[int, int, Masks | np.uint64]]:
-    """Return for each rank the chunks [begin, end) that it must have at the end, and the values they must hold."""
+    """Return for each rank the chunks [begin, end) that it must have at the end, and the values that they must hold."""
     p, chunks, root = schedule.p, schedule.lanes[lane].chunks, schedule.root
     if schedule.kind == "allreduce":
         return [(0, chunks, total)] * p
@@ -174,7 +174,7 @@ def _members(mask: np.uint64, first: int) -> list[int]:
 
 
 class _Cells:
-    """Intervals of chunks, one for each of several ranks and all of the same length, as a part of the state.
+    """A part of the state: for each of several ranks one interval of chunks. All intervals have the same length.
 
     Args:
         state: One row for each rank, one column for each chunk.
@@ -210,7 +210,7 @@ class _Cells:
 def _walk(schedule: Schedule, lane: int, state: Masks) -> Iterator[tuple[_Place, Round, Masks, Masks, _Cells]]:
     """Yield the messages of a lane in order. An item has all messages of one round that have the same length.
 
-    It is (place, round, values that the receivers hold, values that they receive, cells to put the result in).
+    An item is (place, round, values that the receivers hold, values that they receive, cells to put the result in).
     """
     p, chunks = state.shape
     for step_index, step in enumerate(schedule.steps(lane, np.arange(p))):
@@ -232,7 +232,7 @@ def _walk(schedule: Schedule, lane: int, state: Masks) -> Iterator[tuple[_Place,
 
 
 def _check_messages(place: _Place, r: Round) -> Round:
-    """Check that each message of a round has a sender and a receiver that agree, then return the round."""
+    """Check that sender and receiver of each message of a round agree about the message. Return the round."""
     _check_side(place, "sends", "to", r.send_to, r.send, r.receive_from)
     _check_side(place, "receives", "from", r.receive_from, r.receive, r.send_to)
     rank = np.flatnonzero(r.receive_from != NOBODY)
@@ -279,8 +279,8 @@ def _check_side(place: _Place, verb: str, word: str, partner: Array, part: Chunk
 def _check_races(schedule: Schedule, lane: int, step: int, rounds: list[Round], chunks: int) -> None:
     """Check that no round of a step touches chunks that another round of the step overwrites.
 
-    Each (rank, chunk) is a point on one line, so that the intervals of all ranks can be sorted together. Some overwrite
-    overlaps an interval if more overwrites begin before the interval's end than end before its start.
+    Each (rank, chunk) is a point on one line, so that the intervals of all ranks can be sorted together. An interval is
+    overlapped by an overwrite if more overwrites begin before its end than end before its start.
     """
     line = np.arange(schedule.p) * (chunks + 1)
 

@@ -86,7 +86,7 @@ def fit(points: Sequence[tuple[float, float]]) -> LinkCost:
     # Divide both sides by the time, so that errors are relative. The aim is design @ (alpha, beta) = 1.
     design = np.stack([1 / time, size / time], axis=1)
     weight = np.ones(len(time))
-    # Iteratively reweighted least squares, which converges to least absolute errors.
+    # Use iteratively reweighted least squares. Its result converges to that with the least absolute errors.
     for _ in range(50):
         alpha, beta = _not_negative(design * weight[:, None], weight)
         weight = 1 / np.sqrt(np.maximum(np.abs(design @ (alpha, beta) - 1), 1e-6))
@@ -94,7 +94,7 @@ def fit(points: Sequence[tuple[float, float]]) -> LinkCost:
 
 
 def _not_negative(design: np.ndarray, target: np.ndarray) -> tuple[float, float]:
-    """Solve least squares in two unknowns that must not be negative."""
+    """Return the least-squares solution for two unknowns that must not be negative."""
     both = np.linalg.lstsq(design, target, rcond=None)[0]
     if (both >= 0).all():
         return float(both[0]), float(both[1])
@@ -131,7 +131,7 @@ def _part(p: int) -> float:
 
 
 def _folded(p: int, q: int, terms: Terms) -> Terms:
-    """Add the cost of folding p ranks to q ranks and back, if p and q differ."""
+    """Return `terms` plus the cost of folding p ranks to q ranks and back, if p and q differ."""
     return terms if p == q else terms + Terms(2, 2, 1)
 
 

@@ -257,7 +257,7 @@ class _Cluster:
             self.lanes.append(_LaneClock(i, lane.turn, offsets, np.zeros(p)))
 
     def play(self, lanes: list[_LaneClock], steps: list[ScheduleStep]) -> None:
-        """Advance the clocks by one step of the lanes of one turn."""
+        """Advance the clocks by one step of `lanes`, which all have the same turn."""
         load = np.zeros(len(self.rates))
         for lane, step in zip(lanes, steps):
             for message in self._messages(lane, step):
@@ -277,7 +277,7 @@ class _Cluster:
                 lane.ready = np.where(adding, done, lane.ready)
 
     def _exchange(self, lane: _LaneClock, step: ScheduleStep, busy: Reals, added: Reals) -> Reals:
-        """Return the time at which each rank has sent and received everything of a step of a lane.
+        """Return for each rank the time at which it has sent and received all messages of a step of a lane.
 
         Args:
             lane: The lane.
@@ -315,7 +315,7 @@ class _Cluster:
             yield _Message(source, r.send_to[source], nbytes, r.add)
 
     def _route(self, source: Places, target: Places) -> list[tuple[Places, Any]]:
-        """Return the routes of several messages, as a pair (links, messages) for each hop.
+        """Return the routes of several messages: for each hop a pair (links, messages).
 
         `messages` has the index of each message that crosses a link in this hop, and `links` has that link.
         """

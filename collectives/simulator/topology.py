@@ -279,7 +279,7 @@ def parse_rate(text: str) -> float:
 
 
 def parse(text: str, rate: float = TEN_GIGABIT) -> Topology:
-    """Return the network that is written as "star:9", "bcube:3,2" or "fattree:4".
+    """Return the network that a text such as "star:9", "bcube:3,2" or "fattree:4" describes.
 
     Args:
         text: The network, as text.

@@ -2,11 +2,11 @@
 
 Fused   A received chunk is added to all vectors of the worker in one pass, while other messages are on the wire.
         Source: MXNET-MPI paper, sections 6.3.1 and 6.3.2 and figure 9. The rings go through host memory only, as on
-        the paper's nodes, where the network does not reach the GPUs. A chunk is reduced over the vectors as late as
-        possible: before it is sent for the first time, or when the first message for it arrives (message and vectors in
-        one pass). A complete chunk is copied to the vectors while the lanes continue. Lanes (the rings of `multi_ring`)
-        run at the same time: while the vectors of one lane are reduced, messages of another are on the wire. Memory:
-        one vector on the host, and the chunks that one step of each lane receives.
+        the paper's nodes, where the network does not reach the GPUs. The vectors of the worker are reduced as late as
+        possible, chunk by chunk: before the chunk is sent for the first time, or when the first message for the chunk
+        arrives (message and vectors in one pass). A complete chunk is copied to the vectors while the lanes continue.
+        Lanes (the rings of `multi_ring`) run at the same time: while the vectors of one lane are reduced, messages of
+        another are on the wire. Memory: one vector on the host, and the chunks that one step of each lane receives.
 Staged  The worker's vectors are reduced into one host vector, any plan runs between the host vectors of the workers,
         and its result is copied to the vectors. With a ring this is the paper's omp_ring-IBMGpu (section 7.3 c). The
         host vector is node-shared, so that ranks of one node need no further copies. Memory: one vector on the host, or
@@ -219,11 +219,11 @@ def _flat(vector: Vector) -> Flat:
 
 
 class _Landing(NamedTuple):
-    """A message that must be added after it has been received."""
+    """The values of a received message, which must be added to the host vector."""
 
     # the element of the host vector at which the message begins
     start: int
-    # the buffer into which the message is received
+    # the buffer into which the message is received, separate from the host vector
     beside: Vector
     # Parts (start, stop, fresh) of the message. `fresh`: the worker's vectors have not been reduced into this part of
     # the host vector yet, so they are added together with the message.
@@ -231,11 +231,11 @@ class _Landing(NamedTuple):
 
 
 class _FusedStep(NamedTuple):
-    # parts (start, stop) to reduce over the worker's vectors before this step sends them
+    # parts (start, stop) of the host vector that are reduced from the worker's vectors before this step sends them
     fills: list[tuple[int, int]]
     requests: list[MPI.Prequest]
     landings: list[_Landing]
-    # parts that are complete after this step
+    # parts (start, stop) of the host vector that hold the result after this step
     arrivals: list[tuple[int, int]]
 
 
@@ -248,10 +248,11 @@ class FusedTensor:
         self._is_mean = call.reduction is not None and call.reduction.is_mean
         self._work = vectors.host(call.n)
         self._lanes: list[list[_FusedStep]] = []
-        # Parts that this rank completes by its own sums, and does not receive complete. They are copied to the vectors
-        # at the end.
+        # Parts of the host vector that this rank completes by its own sums, and does not receive as complete values.
+        # They are copied to the vectors at the end.
         self._rest: list[tuple[int, int]] = []
-        # Parts that no message contains, because there is only one worker. They are reduced at the end.
+        # Parts of the host vector that no message contains, because there is only one worker. They are reduced at the
+        # end.
         self._unfilled: list[tuple[int, int]] = []
         taken = tags.take(len(schedule.lanes), call.text)
         for lane, steps in enumerate(schedule.program(comm.rank)):
@@ -350,7 +351,7 @@ class FusedTensor:
 
 
 class StagedTensor:
-    """A collective on a tensor that runs a plan between host vectors.
+    """A collective on a tensor that is carried out by a plan on one host vector of each worker (*staged*).
 
     Args:
         call: The call.
@@ -376,13 +377,13 @@ class StagedTensor:
     def run(self) -> Iterator[None]:
         """Run the operation. It yields whenever it would have to wait.
 
-        The steps of the inner plan are made at once, not at the first yield, because making them counts as the plan's
-        call.
+        `steps()` of the inner plan is called at once, and not when the first step runs, because a `TimedRunner` records
+        this moment as the time of the call.
         """
         return self._steps(self._inner.steps())
 
     def free(self) -> None:
-        """Free the inner plan and the memory."""
+        """Free the inner plan and the memory of the host vectors."""
         self._inner.free()
         self._x = self._out = NO_MEMORY
         self._vectors.free()
@@ -402,7 +403,7 @@ class StagedTensor:
 
 
 def _element_runs(offsets: NDArray[np.int64], interval: ChunkInterval, wanted: Vector) -> list[tuple[int, int]]:
-    """Return the elements of the wanted chunks of an interval, as (start, stop), with adjacent chunks joined."""
+    """Return the element ranges (start, stop) of the wanted chunks in an interval. Adjacent chunks form one range."""
     runs: list[tuple[int, int]] = []
     for chunk in range(int(interval.start), int(interval.stop)):
         start, stop = int(offsets[chunk]), int(offsets[chunk + 1])

@@ -11,12 +11,12 @@ operation begins. Host arrays that are targets are written by the host.
 **Streams.** A kernel on one GPU reads the vectors of the other GPUs. So before an operation *each* of our streams waits
 for the user's streams of *every* device: the current stream of CuPy in this thread, the current stream of torch if
 torch uses CUDA, and the legacy default stream, which itself waits for every blocking stream. Users must synchronize
-other non-blocking streams themselves. At its end an operation waits on the host until its tickets (its queued work) are
-done. So work that the user queues later, on any stream, runs later.
+other non-blocking streams themselves. At its end an operation waits on the host until all work that it has queued is
+done. So work that the user queues later, on any stream, also runs later.
 
-**Pinned memory.** Pinning is slow, so pinned memory that is given back is kept for the next use, up to `KEEP_BYTES`.
-Pinned memory is node-shared, so that the other ranks of the node can also read it. It is pinned on a device that has
-vectors of the caller, because pinning opens a context on the device.
+**Pinned memory.** Pinning is slow, so pinned memory that is no longer used is kept for the next use, up to
+`KEEP_BYTES`. Pinned memory is node-shared, so that the other ranks of the node can also read it. It is pinned on a
+device that has vectors of the caller, because pinning opens a context on the device.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from mpips.collectives.schedule.model import cut
 from mpips.collectives.tensor import cuda_kernels
 from mpips.collectives.tensor.vectors import Ticket, VectorPlace
 
-# How many seconds an operation that was broken off waits for its kernels. The wait must be limited: a kernel may wait
-# for work of the user, and that work may wait for another rank. If that rank has failed, the kernel never ends.
+# How many seconds an operation that has failed waits for its kernels. The wait must be limited: a kernel may wait for
+# work of the user, and that work may wait for another rank. If that rank has failed, the kernel never ends.
 PATIENCE = 10.0
 # Host memory on which kernels may still work after PATIENCE seconds. It is kept for ever, so that it is not reused.
 _LEFT: list[list[Vector]] = []
@@ -106,7 +106,7 @@ class CudaVectors:
         return self._streams.ticket([_device_of(target) for target in self._targets])
 
     def _reduce(self, device: int, parts: Sequence[int], out: int, n: int) -> None:
-        """Queue a reduction of n elements at each of the addresses `parts` into `out`. A single part is copied."""
+        """Queue the reduction of the vectors at the addresses `parts` (n elements each) into `out`. One is copied."""
         if len(parts) == 1:
             self._streams.copy(device, out, parts[0], n * self.dtype.itemsize)
         elif n:
@@ -115,7 +115,7 @@ class CudaVectors:
                 _kernel(self._operation, self.dtype.name, len(parts))((blocks,), (threads,), (*parts, out, n))
 
     def _shares(self, n: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (device, first, last) for each GPU: it reduces elements [first, last) of n."""
+        """Yield (device, first, last) for each GPU, which reduces elements [first, last) of a vector of n elements."""
         parts = len(self._reducing)
         for number, device in enumerate(self._reducing):
             yield device, int(cut(n, parts, number)), int(cut(n, parts, number + 1))
@@ -123,7 +123,7 @@ class CudaVectors:
 
 @cache
 def _kernel(operation: str, dtype: str, count: int) -> Any:
-    """Return a kernel. CuPy builds it at its first launch. The process keeps it."""
+    """Return a kernel. CuPy builds it at its first launch. The process keeps it for later calls."""
     return cp.RawKernel(cuda_kernels.source(operation, dtype, count), cuda_kernels.name(operation, dtype, count))
 
 
@@ -176,7 +176,7 @@ class Streams:
 
     @contextmanager
     def on(self, device: int) -> Iterator[None]:
-        """A context in which our stream of a device is the current stream."""
+        """A context in which our stream on this device is CuPy's current stream."""
         with cp.cuda.Device(device), self._own[device]:
             yield
 
@@ -187,7 +187,7 @@ class Streams:
                 cp.cuda.runtime.memcpyAsync(to, source, nbytes, BY_ADDRESS, self._own[device].ptr)
 
     def ticket(self, devices: Sequence[int]) -> Callable[[], bool]:
-        """Return a ticket for all work that is now queued on our streams of these devices."""
+        """Return a ticket (a function: True once the work is done) for all work now queued on these devices."""
         left = [_event(device, self._own[device]) for device in devices]
 
         def done() -> bool:
@@ -216,7 +216,7 @@ def _our_stream(device: int) -> Any:
 
 
 def _event(device: int, stream: Any) -> Any:
-    """Return an event that happens when all work that is now queued on a stream has run."""
+    """Return a CUDA event that is complete when all work that is now queued on a stream has run."""
     with cp.cuda.Device(device):
         event = cp.cuda.Event(disable_timing=True)
         event.record(stream)
@@ -262,7 +262,7 @@ class PinnedPool:
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes of pinned memory that are not in use."""
+        """The bytes of pinned memory that no vector uses now."""
         return sum(slab.nbytes for slab in self._idle)
 
     def take(self, n: int, dtype: np.dtype[Any], device: int) -> Vector:
@@ -289,7 +289,7 @@ class PinnedPool:
                 self._sort_returned()
 
     def _sort_returned(self) -> None:
-        """Keep the slabs that have come back. Unpin the oldest slabs while the idle ones exceed the limit."""
+        """Keep the slabs whose vectors were freed. Unpin the oldest slabs while the idle slabs exceed `KEEP_BYTES`."""
         while self._returned:
             self._idle.append(self._returned.popleft())
         while self._idle and self.idle_bytes > self._keep_bytes:

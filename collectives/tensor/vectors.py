@@ -29,7 +29,7 @@ from mpips.collectives.fabric import arena
 from mpips.collectives.kernels import sums
 
 Ticket: TypeAlias = Callable[[], bool]
-# what a plan refers to after it has given its host memory back
+# the vector that replaces a plan's host vectors once their memory is freed
 NO_MEMORY: Vector = np.empty(0)
 
 
@@ -55,7 +55,7 @@ class TensorVectors(Protocol):
         ...
 
     def finish(self) -> None:
-        """Wait until no work runs on the vectors. If work does not end, the host memory that it uses is not reused."""
+        """Wait until no work runs on the vectors. If the wait takes too long, the memory in use is never reused."""
         ...
 
     def free(self) -> None:
@@ -75,7 +75,7 @@ class TensorVectors(Protocol):
 
 
 def done() -> bool:
-    """A ticket for work that was done before the method returned."""
+    """The ticket of a method whose work was done before the method returned. Always returns True."""
     return True
 
 

@@ -38,7 +38,7 @@ from mpips.collectives.schedule.model import KINDS
 # check(kind, algorithm): raises ValueError if there is no such algorithm for the kind
 Check: TypeAlias = "Callable[[str, str], None]"
 EVERYTHING = 1 << 62
-# the ways of an allreduce on one node; see the module's docstring
+# how an allreduce on one node can move its data; see the module's docstring
 WAYS = "slots", "stages", "cross_memory", "direct"
 
 
@@ -74,7 +74,8 @@ SHIPPED_SLOTS: dict[int, Slots] = {
     8: Slots(2 << 10, 16 << 10),
 }
 # The limits of slots for ordinary arrays if ranks share cores: the bytes of a rank's vector, and those of all vectors.
-# Slots save barriers. On shared cores, barriers are so slow that reading this many bytes instead is faster.
+# Calls through slots need fewer barriers. On shared cores, barriers are so slow that up to this size it is faster to
+# read all vectors from the slots.
 CROWDED = 64 << 10, 512 << 10
 # the limit of slots for arrays of any kind if ranks share cores
 CROWDED_ALWAYS = 2 << 10

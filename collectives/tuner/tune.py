@@ -42,10 +42,11 @@ SLOT_SIZES = tuple(1 << e for e in range(11, 18))
 CROSS_SIZES = tuple(1 << e for e in range(24, 15, -1))
 LINE_SIZES = tuple(1 << e for e in range(16, 25, 2))
 BETWEEN_SIZES = tuple(1 << e for e in range(6, 25, 3))
-# Slots win if they take at most this share of the time that stages take, so that noise does not decide.
+# Slots are chosen only if they take at most this share of the time that stages take, so that noise does not decide.
 SLOTS_WIN = 0.97
-# The kernel's copies win if they take at most this many times as long as stages. In a benchmark, stages find their
-# arrays in the cache in every call. In a program that works between calls, they would not.
+# The kernel's copies are chosen if they take at most this many times as long as stages. In a benchmark, a call through
+# stages finds the arrays in the cache. In a program that computes between its calls, the arrays would not be in the
+# cache.
 COPIES_WIN = 1.5
 
 Begin = Callable[[str], None]
@@ -141,7 +142,7 @@ def measure_table(comm: MPI.Comm, known: TuningTable, seconds: float, begin: Beg
 
 
 def forced_tables(ranks: int) -> dict[str, TuningTable]:
-    """Return way -> a table that makes every vector in an ordinary array on one node take this way."""
+    """Return a dict: way -> a table with which every vector in an ordinary array on one node takes this way."""
     largest, none = Slots(SLOT_SIZES[-1], SLOT_SIZES[-1]), Slots(0, 0)
     return {
         "slots": TuningTable(slots={ranks: largest}, cross_memory={ranks: EVERYTHING}),
@@ -153,12 +154,12 @@ def forced_tables(ranks: int) -> dict[str, TuningTable]:
 def _on_one_node(comm: MPI.Comm, seconds: float, begin: Begin) -> tuple[Slots, int, dict[str, LinearCost]]:
     """Measure on one node.
 
-    Return the limits of slots, the size from which on the kernel should copy, and the cost of each way.
+    Return the limits of slots, the size from which on the kernel should copy, and the cost of each way (way -> cost).
     """
     ways = {name: dup_with_table(comm, forced) for name, forced in forced_tables(comm.size).items()}
 
     def wins(way: str, shared: bool, share: float, size: int) -> bool:
-        """True if a way takes at most `share` of the time of stages (if `shared`, of direct access) for this size."""
+        """True if `way` takes at most `share` times as long as stages (if `shared`, as direct access) for this size."""
         x = _vector(ways[way], size, shared)
         times = _timed(comm, [compiled("allreduce", x, ways[each]) for each in (way, "stages")], seconds)
         return times[0] <= times[1] * share

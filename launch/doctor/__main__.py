@@ -189,7 +189,7 @@ def _memory_order(survey: Mapping[str, Any]) -> Iterator[Check]:
 def _leftovers(survey: Mapping[str, Any]) -> Iterator[Check]:
     """Yield a check for each kind of file or folder that aborted jobs have left behind.
 
-    Leftovers only take memory, so `ok` is None and not False.
+    Leftovers only take up memory, so `ok` is None and not False.
     """
     for leftover in survey["leftovers"]:
         noun = leftover["what"] if leftover["count"] != 1 else leftover["what"].removesuffix("s")

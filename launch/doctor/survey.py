@@ -48,7 +48,7 @@ SILENT = 3.0
 # the number of ranks in an ordinary probe, and in the probe in which a rank is killed
 RANKS = 2
 RANKS_OF_A_DEATH = 3
-# shown as the name of the launcher, if one has started this process as a rank
+# the text shown in place of the launcher's name, if a launcher has started this process as a rank
 OURS = "the one that started this"
 # variables in which launchers put the number of processes
 SIZE_VARIABLES = (world.OPEN_MPI, world.HYDRA, world.SLURM, world.JSRUN)
@@ -169,7 +169,7 @@ class TimeLimit:
 
     Args:
         seconds: The limit.
-        sentence: What the child prints before it kills this process. "{}" in it stands for the limit.
+        sentence: The message that the child prints before it kills this process. "{}" in it stands for the limit.
     """
 
     def __init__(self, seconds: float, sentence: str) -> None:

@@ -120,8 +120,8 @@ def run(
     # An error means that the lab has ended, and that the processes of the job have ended with the lab.
     with contextlib.suppress(client.LabError, OSError):
         client.ask(name, {"do": "clear", "job": mark})
-    # Look once more, because a host may have died after the last look. If all processes of a host were killed, Open MPI
-    # does not notice the death: it takes the processes for ranks that have ended well.
+    # Check once more, because a host may have died after the last check. If all processes of a host were killed, Open
+    # MPI does not notice the death: it assumes that the ranks have ended well.
     watch()
     if watch.dead or (end.code and watch.reason):
         raise click.ClickException(watch.reason)

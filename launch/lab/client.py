@@ -3,8 +3,8 @@
 The *keeper* is the process that owns a lab. Its socket is in a folder that only the keeper's user can open. A client
 enters the namespaces of the process that answers at the socket, and may do so as root. So clients accept only a keeper
 that belongs to their own user. The keeper locks the lab's lock file as long as it lives. However the keeper ends, the
-kernel then releases the lock. A socket whose lock file is not locked is left over from a lab that has ended, and is
-removed.
+kernel then releases the lock. If a lock file is not locked, its lab has ended, and the socket that the lab has left
+behind is removed.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ SOCKET = ".socket"
 # Try this many times to take a lock. A process that only checks whether the lab is up holds the lock for a moment.
 LOOKS = 20
 LOOK_SECONDS = 0.01
-# Seconds that a network may be broken before the job in it is ended. TCP gives up a connection earlier. So a program
+# Seconds that a network may be broken before the job in it is ended. TCP closes a dead connection earlier. So a program
 # that notices the loss itself, through its MPI or a time limit of its own, can report the loss first.
 PATIENCE = 20.0
-# seconds without an answer after which TCP gives up a connection, with the retries in `launch.lab.links.SETTINGS`
+# seconds without an answer after which TCP closes a connection, with the retries in `launch.lab.links.SETTINGS`
 TCP_SECONDS = 13.0
 
 
@@ -128,7 +128,7 @@ def _connect(name: str) -> socket.socket:
 
 
 def detach(owner: socket.socket) -> None:
-    """Let a lab go on when this process ends. `owner` is the socket that `up` has returned."""
+    """Let the lab continue after this process ends. `owner` is the socket that `up` has returned."""
     owner.sendall(b"detach")
     owner.close()
 
@@ -341,9 +341,9 @@ def _try_lock(lock: int) -> bool:
 
 
 def _has_name(lock: int, folder: int, name: str) -> bool:
-    """True if the open lock file still has its name.
+    """True if the open lock file has not been removed from the folder.
 
-    False if the file was removed, even if a new lock file has the name now.
+    The result is False if the file was removed, even if a new lock file has the same name now.
     """
     try:
         return os.fstat(lock).st_ino == os.stat(name + LOCK, dir_fd=folder).st_ino
@@ -356,7 +356,7 @@ class NetworkWatch:
 
     Some MPIs never notice a broken network, and would wait forever. The job must end if a host that it needs is dead,
     or if the network has been broken for `patience` seconds. A network counts as broken if a NIC is down, or if TCP has
-    given up a connection since this object was made.
+    closed a connection for lack of an answer since this object was made.
 
     Args:
         name: The name of the lab.
@@ -365,7 +365,7 @@ class NetworkWatch:
         clock: A function that returns the time in seconds.
 
     Attributes:
-        reason: A sentence about what is broken, or "".
+        reason: The error message about what is broken, or "".
         dead: Names of the dead hosts that the job needs.
     """
 
@@ -380,13 +380,13 @@ class NetworkWatch:
         self._clock = clock
         # (host, NIC) -> the time at which the NIC was first seen down
         self._down: dict[tuple[str, str], float] = {}
-        # host -> the time since when one of its TCP connections has had no answer
+        # host -> the time since which one of its TCP connections has had no answer
         self._given_up: dict[str, float] = {}
-        # host -> how many connections TCP on this host had given up before this object was made
+        # host -> how many connections TCP on this host had closed for lack of an answer before this object was made
         self._before = ask(name, {"do": "health", "hosts": hosts})["given_up"]
 
     def __call__(self) -> bool:
-        """Look at the hosts and the network once. Return True if the job must end."""
+        """Check the hosts and the network once. Return True if the job must end."""
         try:
             health = ask(self._name, {"do": "health", "hosts": self._hosts})
         except (LabError, OSError):

@@ -1,7 +1,7 @@
 """Start an MPI job across the hosts of a lab, and kill the processes that the job leaves behind.
 
 The job needs two small files, which are in the private /dev/shm of the keeper, the process that owns the lab. One is
-mounted as /etc/hosts on all hosts. The other is the launch agent, a script that mpirun calls in place of ssh.
+mounted as /etc/hosts on all hosts. The other file is the launch agent, a script that mpirun calls instead of ssh.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def build_entry(keeper: int, argv: Sequence[str], *, folder: str, user: int) -> 
 def end_all(job: str) -> int:
     """Kill every process whose environment variable `MARK_VARIABLE` is `job`. Return the number of killed processes.
 
-    A process in the middle of exec has no environment for a moment, and a search does not find it. So this function
-    searches until two searches in a row have found no process, `MOST_LOOKS` times at most.
+    While a process calls exec it has no environment for a moment, and a search does not find it. So this function
+    searches until two searches in a row have found no process, but at most `MOST_LOOKS` times.
     """
     ended: set[int] = set()
     quiet = 0

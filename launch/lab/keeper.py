@@ -1,9 +1,9 @@
 """The keeper: the process that owns a lab, and that answers requests about it.
 
-The namespaces of a lab have no names. So however the keeper ends, the kernel then removes the lab. The keeper is
-process 1 of its own PID namespace, so the kernel also kills the jobs in the lab. Clients find the keeper by a socket in
-a folder of the keeper's user (see `launch.lab.client`). The keeper locks the lab's lock file as long as it lives. Each
-request is a line of JSON, and each reply is a line of JSON.
+The namespaces of a lab have no names. So the kernel removes the lab as soon as the keeper has ended, for whatever
+reason. The keeper is process 1 of its own PID namespace, so the kernel also kills the jobs in the lab. Clients find the
+keeper by a socket in a folder of the keeper's user (see `launch.lab.client`). The keeper locks the lab's lock file as
+long as it lives. Each request is a line of JSON, and each reply is a line of JSON.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mpips.launch.lab.links import add_neighbours_and_routes, apply_settings, bu
 def start_host(name: str, window: int) -> int:
     """Start the process that holds the namespaces of a host, and return its pid once the namespaces are ready.
 
-    The process makes its own network, mount and UTS namespaces, and then sleeps until it is killed.
+    The process creates its own network, mount and UTS namespaces, and then sleeps until it is killed.
 
     Args:
         name: The host's name.
@@ -157,7 +157,7 @@ class Keeper:
 
         "down" is a list of the NICs that are down. "dead" is a list of the dead hosts among these hosts and among the
         hosts that relay traffic between them. "given_up" maps each host to the number of connections that TCP on this
-        host has ever given up.
+        host has ever closed because the other side did not answer.
         """
         if hosts not in self._crossed:
             self._crossed[hosts] = find_crossed_nics(self._plan, hosts)
@@ -249,7 +249,7 @@ def main() -> None:
         plan = msgspec.json.decode(lines.readline(), type=LabPlan)
     try:
         kernel.new_machine(os.getuid(), os.getgid())
-        # Only the child goes on. It is process 1 of the new PID namespace.
+        # Only the child process continues. It is process 1 of the new PID namespace.
         if os.fork():
             os._exit(0)
         kernel.keep_mounts_private()

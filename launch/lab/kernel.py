@@ -96,8 +96,8 @@ def set_process_name(name: str) -> None:
     _checked(_libc.prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0), "prctl(PR_SET_NAME)")
 
 
-# The exit code of `python -m launch.lab.kernel` if something is missing. It is not 1, the code of a Python program that
-# crashes.
+# The exit code of `python -m launch.lab.kernel` if something is missing. It is not 1, because a Python program that
+# crashes exits with 1.
 MISSING = 3
 USER_NAMESPACES = (
     "an ordinary user needs user namespaces, and this machine refuses them ({error}): run as root, or let the "
@@ -119,7 +119,7 @@ KERNEL = (
 
 
 def find_missing() -> list[str]:
-    """Return a sentence for each thing that a lab needs and this machine does not have. Empty if a lab can be made.
+    """Return an error message for each thing that a lab needs and this machine lacks. Empty if a lab can be made.
 
     Tries the kernel's calls in a child process, and blocks until the child has ended.
     """
@@ -140,9 +140,9 @@ def find_missing() -> list[str]:
 
 
 def _try_kernel() -> list[str]:
-    """Try each kernel call once, in namespaces that end with this process. Return a sentence for each failed call.
+    """Try each kernel call once, in namespaces that end with this process. Return a message for each failed call.
 
-    The mounts are tried in a child process. If a mount fails, the child itself prints the sentence.
+    The mounts are tried in a child process. If a mount fails, the child itself prints the message.
     """
     user = os.getuid()
     try:
@@ -200,7 +200,7 @@ def is_unplugged(port: str, links: Path = Path("/sys/class/net")) -> bool:
 
 
 def count_given_up(process: int, processes: Path = Path("/proc")) -> int:
-    """Return how many TCP connections were given up for lack of an answer, in the network namespace of `process`.
+    """Return how many TCP connections in the network namespace of `process` were closed for lack of an answer.
 
     Returns 0 if the process has ended.
     """

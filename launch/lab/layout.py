@@ -7,8 +7,8 @@ interface `vip0` the host has a *vip* (virtual IP address), which belongs to no 
 chooses the neighbour that relays the packets, because in BCube hosts relay packets.
 
 Switches are bridges that neither learn addresses nor flood frames. Instead the plan has the switches' forwarding
-tables, and the MAC addresses of each host's neighbours. So only frames of the job travel, and the byte counters can be
-compared with theory.
+tables, and the MAC addresses of each host's neighbours. So the network carries only frames of the job, and the byte
+counters can be compared with theory.
 
 The keeper, the process that owns a lab, imports this module. So the module must not import NumPy: NumPy starts threads,
 and a process with threads cannot make a user namespace.
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 MOST_HOSTS = 250
 # The rate limiter (tbf) stores a rate, in bytes per second, in 32 bits.
 MOST_RATE = 2**32
-# With the usual 1500 bytes, the cores would be the bottleneck, and not the links.
+# The size of a packet in bytes. With the usual 1500 bytes, the machine's cores would be the bottleneck instead of the
+# links.
 MTU = 9000
 # Bytes that a link may send at once. At 100 Mbit/s they take 2.6 ms, so a timer that is less than 2.6 ms late costs no
 # throughput.

@@ -32,7 +32,7 @@ SETTINGS = {
     "net/ipv4/tcp_congestion_control": "reno",
     "net/ipv4/tcp_slow_start_after_idle": "0",
     "net/ipv4/tcp_no_metrics_save": "1",
-    # TCP gives up a connection after about 13 s without an answer.
+    # TCP closes a connection if the other side has not answered for about 13 s.
     "net/ipv4/tcp_retries2": "5",
     "net/ipv4/tcp_syn_retries": "3",
     "net/ipv6/conf/all/disable_ipv6": "1",
@@ -78,7 +78,7 @@ class Links:
             self.netlink.brport("set", index=self.index(port), **flags)
 
     def forward(self, port: str, mac: str) -> None:
-        """Add a permanent entry to the forwarding table of a bridge: frames for `mac` leave through `port`."""
+        """Add a permanent entry to the forwarding table of a bridge: it sends frames for `mac` through `port`."""
         state = ndmsg.states["noarp"] | ndmsg.states["reachable"]
         self.netlink.fdb("append", ifindex=self.index(port), lladdr=mac, state=state, flags=ndmsg.flags["master"])
 

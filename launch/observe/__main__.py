@@ -31,7 +31,7 @@ from mpips.launch.observe.hosts import WITHIN_SECONDS, JobView, JobWatch
 MEGA = 1e6
 # the file of a dump (`mpips why --dump`) that has the explanation of the job
 WHY = "why.json"
-# the most other jobs to name in a message
+# the largest number of other jobs that a message names
 MOST_NAMED = 8
 job_argument = click.argument("job", required=False)
 within_option = click.option(
@@ -324,7 +324,7 @@ def _import_exporter() -> Any:
 
 
 def _gather(watch: JobWatch, folder: Path, seconds: float) -> JobView:
-    """Look at the ranks of a job. Raise UsageError if nothing is known about any rank."""
+    """Take samples of the ranks of a job. Raise UsageError if nothing is known about any rank."""
     view = watch.look(seconds)
     if not view.ranks and view.unreached:
         silent = (f"host {host} does not answer: {why}" for host, why in view.unreached.items())

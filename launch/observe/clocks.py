@@ -18,7 +18,7 @@ from typing import NamedTuple
 # A measurement asks this many questions, or fewer if they would take longer than LONGEST_SECONDS.
 EXCHANGES = 100
 LONGEST_SECONDS = 0.5
-# The largest drift of one clock against another. Linux lets NTP correct a clock by this share at most.
+# The largest drift of one clock against another. Linux lets NTP speed up or slow down a clock by this share at most.
 MOST_DRIFT = 500e-6
 
 
@@ -61,7 +61,7 @@ class HostClock:
             max(before.error_ns, after.error_ns) + abs(before.offset_ns - after.offset_ns)
             for before, after in pairwise(self.offsets)
         ]
-        # by how much the times lie before the first measurement, or after the last one
+        # how far the times lie before the first measurement, or after the last measurement
         beyond = max(self.offsets[0].at_ns - first_ns, last_ns - self.offsets[-1].at_ns, 0)
         return max(between, default=self.offsets[0].error_ns) + round(beyond * MOST_DRIFT)
 

@@ -27,7 +27,7 @@ class Explanation(NamedTuple):
     # "ended", "stands" (it is stuck), "slow" (a rank slows down the others) or "runs"
     kind: str
     sentence: str
-    # the ranks to look at
+    # the ranks that the user should examine
     culprits: tuple[int, ...]
 
 
@@ -71,9 +71,9 @@ def _explain(
 
 
 def is_replaced(rank: Rank, ranks: Iterable[Rank]) -> bool:
-    """True if a rank has died and the job has gone on without it.
+    """True if a rank has died and the job has continued without it.
 
-    The job has gone on if other ranks are in a later generation: a recovery after a death begins a new generation of
+    The job has continued if other ranks are in a later generation: a recovery after a death begins a new generation of
     the store.
     """
     return not rank.lives and any(each.generation > rank.generation >= 0 for each in ranks)
@@ -109,7 +109,7 @@ def _explain_stuck(
     """Explain a job that is stuck.
 
     Args:
-        head: The beginning of the sentence, which names the job.
+        head: The beginning of the explanation, which names the job.
         ranks: The ranks that have a page.
         waits: Number of a rank -> the longest wait of this rank.
         missing: Numbers of the ranks that have no page.
@@ -156,7 +156,7 @@ def _explain_stuck(
 
 
 def _find_lanes_ahead(ranks: Sequence[Rank], waits: dict[int, OngoingWait]) -> set[int]:
-    """Return the identities of the lanes whose ranks wait for each other crosswise, which is a deadlock.
+    """Return the identities of the lanes in which ranks wait for each other in a circle, which is a deadlock.
 
     A rank is *ahead* in a lane if it has begun a call in this lane that another rank has not begun. Take the waiting
     ranks that are ahead in any lane. If all of them are ahead in one common lane, this lane explains all waits, and the
@@ -172,7 +172,7 @@ def _find_lanes_ahead(ranks: Sequence[Rank], waits: dict[int, OngoingWait]) -> s
 
 
 def _describe_ahead(ranks: Sequence[Rank], waits: dict[int, OngoingWait], identity: int) -> str:
-    """Describe a call of one communicator that some ranks have begun and other ranks have not.
+    """Describe a call of one communicator that some ranks have begun and other ranks have not begun.
 
     The description includes the line of the program that made the call.
     """
@@ -183,14 +183,14 @@ def _describe_ahead(ranks: Sequence[Rank], waits: dict[int, OngoingWait], identi
     texts = {lane.text for each in ranks if each.rank in ahead for lane in each.lanes if lane.identity == identity}
     lines = ", ".join(sorted({waits[rank].line for rank in ahead} - {""}))
     has, have = ("have" if len(members) > 1 else "has" for members in (ahead, behind))
-    # Leave out the calls in which ranks wait, because the sentence has already named them.
+    # Leave out the calls in which ranks wait, because the explanation has already named them.
     what = ", ".join(sorted(texts - {wait.what for wait in waits.values()}))
     call = with_line(f"call {most} of {_name_communicator(ranks, identity)}{what and f', {what}'}", lines)
     return f"{name_ranks(ahead)} {has} begun {call}, which {name_ranks(behind)} {have} not begun"
 
 
 def _name_communicator(ranks: Sequence[Rank], identity: int) -> str:
-    """Name a communicator by its ranks and by its place among the communicators of the same ranks.
+    """Name a communicator by its ranks and by its number among the communicators of the same ranks.
 
     The communicators are counted in the order in which they were made.
     """

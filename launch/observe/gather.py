@@ -5,8 +5,8 @@ each *lane* (a communicator or a store), a *mark*: a word that identifies the la
 lane.
 
 No rank is stopped. When a rank gets a certain signal, it writes the stacks of its threads into a file. faulthandler
-writes them in C, so a rank can do this even inside a library call or in an endless loop. `gather` looks at each rank
-twice, some time apart. The comparison shows whether the rank moves on, and how fast.
+writes them in C, so a rank can do this even inside a library call or in an endless loop. `gather` takes two samples of
+each rank, some time apart. Their difference shows whether the rank makes progress, and how fast.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mpips.collectives.recorder import folders
 from mpips.collectives.recorder.dump import bytes_of
 from mpips.collectives.recorder.page import NUMBERS, PAGE_BYTES, LastCall, PageContent, read, read_lanes
 
-# seconds between two readings of a page's marks
+# the seconds between two readings of the marks on a page
 MARKS_SECONDS = 0.005
 # seconds that ranks may take to write their stacks
 STACK_SECONDS = 1.0
@@ -53,12 +53,12 @@ class StackFrame(NamedTuple):
 
     @property
     def is_ours(self) -> bool:
-        """True for code of mpips."""
+        """True if the code belongs to mpips."""
         return self.path.startswith(f"{OURS}/")
 
     @property
     def is_users(self) -> bool:
-        """True for code of the user's program, and not of a library or mpips."""
+        """True if the code belongs to the user's program, and not to a library or to mpips."""
         return not self.is_ours and not LIBRARIES.search(self.path)
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ class OngoingWait(NamedTuple):
     # the call that waits
     what: str
     seconds: float
-    # the known ranks among those that the thread waits for
+    # those ranks that the thread waits for and whose numbers are known
     late: tuple[int, ...]
     # the line of the program that made the call
     line: str
@@ -83,7 +83,7 @@ class OngoingWait(NamedTuple):
 class Rank(NamedTuple):
     """What is known about one rank. -1 and "" mean unknown.
 
-    `gather` looks at each rank twice. Some fields are about the time between these two looks.
+    `gather` takes two samples of each rank. Some fields are about the time between these two samples.
     """
 
     rank: int
@@ -107,13 +107,13 @@ class Rank(NamedTuple):
     end: Mapping[str, Any]
     # the kernel's letter for the state of the process; "" if the process has ended
     state: str
-    # the share of the time between the looks in which the rank used a core
+    # the share of the time between the samples in which the rank used a core
     cpu: float
-    # the share of the time between the looks in which the rank waited
+    # the share of the time between the samples in which the rank waited
     waiting: float
-    # True if the rank has begun a call between the looks
+    # True if the rank has begun a call between the samples
     moved: bool
-    # the main thread's stack, innermost frame first
+    # the stack of the rank's main thread, innermost frame first
     stack: tuple[StackFrame, ...]
     memory_bytes: int
     # the time at which the rank began, in Unix time
@@ -122,25 +122,25 @@ class Rank(NamedTuple):
     waited_seconds: float
     # number of waits that have ended
     wait_count: int
-    # calls since the rank began
+    # the number of calls since the rank began
     calls: int
-    # generations and communicators that have ended with an error since the rank began
+    # the number of generations and communicators that have ended with an error since the rank began
     failures: int
-    # checkpoints that the rank has written
+    # the number of checkpoints that the rank has written
     checkpoints: int
     cpu_seconds: float
-    # numbers that the program reports, such as its loss
+    # numbers that the user's program reports, such as the loss
     notes: Mapping[str, float]
-    # stacks of the other threads
+    # the stacks of the rank's other threads
     threads: tuple[tuple[StackFrame, ...], ...]
     # the number of the rank among the ranks with its role
     member: int
-    # the command line of the other program, if the process has become one by exec; otherwise ""
+    # the command line of another program, if the rank's process has become this program by exec; otherwise ""
     became: str
-    # steps per second between the looks; -1 if no step has ended between them
+    # training steps per second between the samples; -1 if no step has ended between them
     step_rate: float
-    # Bytes per second between the looks, in collectives on one host and in pushes. A server counts the pushes that it
-    # has received.
+    # The bytes per second, between the samples, that the rank's collectives on one host and its pushes have moved. For
+    # a server, these are the pushes that it has received.
     byte_rate: float = -1.0
     # server only: worker -> bytes per second that this worker has pushed to the server
     taken: Mapping[str, float] = {}
@@ -153,17 +153,17 @@ class Rank(NamedTuple):
     communicators: Mapping[str, Any] = {}
     # how many ranks of the job the launcher has started on the rank's host
     ranks_on_host: int = -1
-    # embedding table -> the numbers that `page.TABLE` names
+    # embedding table -> a dict with the numbers of the table, by their names in `page.TABLE`
     tables: Mapping[str, Mapping[str, int]] = {}
-    # embedding table -> the growth of each of these numbers per second between the looks
+    # embedding table -> the growth of each of these numbers per second, between the samples
     table_rates: Mapping[str, Mapping[str, float]] = {}
-    # server with embedding tables only: bytes left for new rows; without them the server refuses a push of new rows
+    # server with embedding tables only: the bytes left for new rows; at 0 the server refuses pushes of new rows
     room_bytes: int = -1
     # server only: rounds closed by a quorum, that is, as soon as enough workers had pushed
     quorum_rounds: int = -1
     # server only: worker -> how many of the quorum's rounds closed before this worker's push arrived
     missed: Mapping[str, int] = {}
-    # number of exchanges of parameters, for a worker that trains by itself between two exchanges
+    # for a worker that trains by itself between exchanges of parameters: the number of exchanges
     exchanges: int = 0
     # seconds since the last exchange of parameters
     exchange_seconds: float = -1.0
@@ -224,14 +224,14 @@ class Rank(NamedTuple):
 
 
 class _Sample(NamedTuple):
-    """The result of one look at a rank. The fields have the same meaning as in `Rank`."""
+    """One sample of a rank. The fields have the same meaning as in `Rank`."""
 
     # the content of the rank's page
     page: PageContent
     state: str
     cpu_seconds: float
     memory_bytes: int
-    # the time of the look, by `time.monotonic()`
+    # the time of the sample, by `time.monotonic()`
     at: float
     became: str = ""
 
@@ -266,14 +266,14 @@ def has_live_ranks(folder: Path) -> bool:
 
 
 def gather(folder: Path, seconds: float = 0.5, stacks: bool = True) -> list[Rank]:
-    """Look twice at the ranks of a job on this host. Return the ranks in the order of their numbers.
+    """Take two samples of the ranks of a job on this host. Return the ranks in the order of their numbers.
 
-    Between the looks, the marks on the ranks' pages are read every `MARKS_SECONDS`, to count the bytes of collectives.
-    The count is exact for calls that take longer than `MARKS_SECONDS`, and an estimate for shorter calls.
+    Between the samples, the marks on the ranks' pages are read every `MARKS_SECONDS`, to count the bytes of
+    collectives. The count is exact for calls that take longer than `MARKS_SECONDS`, and an estimate for shorter calls.
 
     Args:
         folder: The folder of the job.
-        seconds: The seconds between the two looks. This function blocks that long, plus up to `STACK_SECONDS`.
+        seconds: The seconds between the two samples. This function blocks for this time, plus up to `STACK_SECONDS`.
         stacks: True to ask the ranks for their stacks.
     """
     paths = sorted(folder.glob(f"*{folders.PAGE}"))
@@ -290,7 +290,7 @@ def gather(folder: Path, seconds: float = 0.5, stacks: bool = True) -> list[Rank
 
 
 def _watch_marks(paths: Sequence[Path], seconds: float) -> dict[Path, int]:
-    """Read the marks of pages for `seconds`.
+    """Read the marks on ranks' pages again and again, for `seconds`.
 
     Return a dict: page -> the bytes that collectives of the page's rank have moved in this time.
     """
@@ -331,7 +331,7 @@ def join(ranks: Iterable[Rank]) -> list[Rank]:
 
 
 def _owns(pid: int, path: Path) -> bool:
-    """True if process `pid` has mapped the page `path`. False if it is a later process that got the same pid."""
+    """True if process `pid` has mapped the page `path`. False for a later process that got the same pid."""
     try:
         return str(path) in Path(f"/proc/{pid}/maps").read_text()
     except PermissionError:
@@ -343,7 +343,7 @@ def _owns(pid: int, path: Path) -> bool:
 
 
 def _has_begun(pid: int, by: float) -> bool:
-    """True if a process `pid` exists and began at the Unix time `by` or earlier, give or take a second."""
+    """True if a process `pid` exists and began at most a second after the Unix time `by`."""
     with suppress(OSError, StopIteration):
         ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
         boot = next(int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if line[:5] == "btime")
@@ -419,14 +419,14 @@ def add_pushes(ranks: Sequence[Rank]) -> list[Rank]:
 
 
 def _make_rank(before: _Sample, after: _Sample, stacks: Sequence[Sequence[StackFrame]], pid: int, moved: int) -> Rank:
-    """Make a `Rank` from two looks at the rank.
+    """Make a `Rank` from two samples of the rank.
 
     Args:
-        before: The first look.
-        after: The second look.
+        before: The first sample.
+        after: The second sample.
         stacks: The stacks of the rank's threads, the main thread first.
         pid: The pid of the rank's process.
-        moved: The bytes that the rank's collectives have moved between the looks.
+        moved: The bytes that the rank's collectives have moved between the samples.
     """
     head, identity, now = after.page.head, after.page.identity, time.monotonic_ns()
     apart = max(after.at - before.at, 1e-9)
@@ -434,14 +434,14 @@ def _make_rank(before: _Sample, after: _Sample, stacks: Sequence[Sequence[StackF
         OngoingWait(each["what"], (now - each["since_ns"]) / 1e9, tuple(each["late"]), each["line"], each["thread"])
         for each in after.page.waits
     )
-    # seconds of the waits that ended between the looks
+    # seconds of the waits that ended between the samples
     waited = (head["waited_ns"] - before.page.head["waited_ns"]) / 1e9
-    # how many of the seconds between the looks the longest ongoing wait takes up
+    # how many of the seconds between the samples the longest ongoing wait takes up
     ongoing = max((min(wait.seconds, apart) for wait in waits), default=0.0)
     step, steps = head["step"] - 1, head["step"] - before.page.head["step"]
     steps_ns = head["step_ns"] - before.page.head["step_ns"]
     # A server writes its counts to the page now and then, together with the current time. So the rates of these counts
-    # must be computed with the written times, and not with the times of the looks.
+    # must be computed with the written times, and not with the times of the samples.
     load, earlier = after.page.load, before.page.load
     between = (load["at_ns"] - earlier["at_ns"]) / 1e9 if load and earlier else 0.0
     taken = (

@@ -1,10 +1,10 @@
-"""Look at the ranks of a job on all its hosts. Other hosts are reached through ssh.
+"""Take samples of the ranks of a job on all its hosts. Other hosts are reached through ssh.
 
 `mpips run` writes a file `hosts.json` into the job's folder, which also holds the *pages* of the ranks: files in which
 the ranks write what they do. `hosts.json` names the hosts and the *agent*: ssh, or the replacement of ssh that mpirun
 has used to start the ranks. On each other host the agent runs a module of mpips, such as this module. Each line that
-the module gets is a question. The module looks at the pages on its host, and answers with a line of JSON. It listens on
-no port, and ends when the connection is closed. The clocks of hosts differ, so the answers contain durations and not
+the module gets is a question. The module reads the pages on its host, and answers with a line of JSON. It listens on no
+port, and ends when the connection is closed. The clocks of hosts differ, so the answers contain durations and not
 points in time.
 """
 
@@ -31,7 +31,7 @@ from mpips.collectives.machine import find_readable
 from mpips.collectives.recorder import folders
 from mpips.launch.observe.gather import Rank, add_pushes, gather, join
 
-# Seconds that another host has to answer, in addition to the time between the two looks. With this value `mpips why`
+# Seconds that another host has to answer, in addition to the time between the two samples. With this value `mpips why`
 # takes 2 s at most.
 WITHIN_SECONDS = 1.3
 MODULE = "mpips.launch.observe.hosts"
@@ -48,11 +48,11 @@ class JobView(NamedTuple):
 
 
 class JobWatch:
-    """Looks at the ranks of a job on all hosts. A context manager that keeps one connection to each other host.
+    """Takes samples of the ranks of a job on all hosts. A context manager that keeps a connection to each other host.
 
     Args:
         folder: The folder of the job on this host.
-        within: Seconds that another host has to answer, in addition to the time between the two looks.
+        within: Seconds that another host has to answer, in addition to the time between the two samples.
     """
 
     def __init__(self, folder: Path, within: float = WITHIN_SECONDS) -> None:
@@ -70,13 +70,13 @@ class JobWatch:
         self.close()
 
     def look(self, seconds: float = 0.5, stacks: bool = True) -> JobView:
-        """Look at all ranks twice, `seconds` apart. Blocks for `seconds`, plus up to `within` seconds.
+        """Take two samples of all ranks, `seconds` apart. Blocks for `seconds`, plus up to `within` seconds.
 
         If `stacks` is True, also ask the ranks for their stacks.
         """
         self._number += 1
         # If no other hosts are known, look for the file of hosts again. `mpips run` may have written it since the last
-        # look.
+        # call.
         if not self._connections:
             self._connections = connect(self._folder, MODULE, list[Rank])
         until = time.monotonic() + seconds + self._within

@@ -1,7 +1,7 @@
 """Serve a live web page about one job: its ranks, what they do, the job's loss, and a list of events.
 
-A thread of `mpips run` or `mpips page` looks once a second at the files in memory in which the ranks write what they
-do, and keeps a history. The browser gets the history as JSON. The server answers only requests that contain its secret
+A thread of `mpips run` or `mpips page` reads once a second the files in memory in which the ranks write what they do,
+and keeps a history. The browser gets the history as JSON. The server answers only requests that contain its secret
 token, which is part of the address that it prints.
 """
 
@@ -33,7 +33,7 @@ from mpips.launch.observe.hosts import JobWatch
 LOOK_SECONDS = 1.0
 # If the job is stuck, the ranks are asked for their stacks. At least this many seconds pass between two such requests.
 STACK_SECONDS = 5.0
-# `Explanation.kind` -> the text of the event to show when the job gets into this state
+# `Explanation.kind` -> the text of the event that is shown when the job gets into this state
 EVENTS = {
     "stands": "the job is stuck",
     "slow": "one rank slows down the others",
@@ -55,13 +55,13 @@ class History:
         self._watch = JobWatch(folder)
         # protects the attributes that `to_json` reads
         self._lock = threading.Lock()
-        # the ranks at the last look: number of a rank -> rank
+        # the ranks in the last sample: number of a rank -> rank
         self._before: dict[int, Rank] = {}
-        # `Explanation.kind` at the last look
+        # `Explanation.kind` of the last sample
         self._kind = ""
         # the time at which ranks were last asked for their stacks
         self._stacks_time = 0.0
-        # the time of the last look
+        # the time of the last sample
         self._look_time = 0.0
         # the state of the job, in the form that `explain.as_json` returns
         self._state: dict[str, Any] = {"job": folder.name, "kind": "begins", "sentence": ""}
@@ -70,7 +70,7 @@ class History:
         self._events: deque[dict[str, Any]] = deque(maxlen=MOST_EVENTS)
 
     def look(self) -> None:
-        """Look at the job once. Blocks for 0.2 s, or longer if another host is slow to answer or the job is stuck."""
+        """Take a sample of the job. Blocks for 0.2 s, or longer if another host answers late or the job is stuck."""
         ranks, unreached = self._watch.look(0.2, stacks=False)
         if not ranks:
             return
@@ -84,7 +84,7 @@ class History:
             for text in self._changes(ranks, explanation.kind):
                 self._events.append({"time": now, "text": text})
             self._samples.append(self._sample(ranks, now))
-            # While the job is stuck, keep the state from the last look that had stacks.
+            # While the job is stuck, keep the state of the last sample that had stacks.
             if explanation.kind != self._kind or explanation.kind != "stands" or any(rank.stack for rank in ranks):
                 self._state = as_json(self._folder.name, explanation, ranks, unreached)
             self._kind = explanation.kind
@@ -119,7 +119,7 @@ class History:
         }
 
     def _changes(self, ranks: Sequence[Rank], kind: str) -> Iterator[str]:
-        """Yield a sentence for each event since the last look."""
+        """Yield the text of each event since the last sample."""
         if kind != self._kind:
             yield EVENTS[kind]
         for rank in ranks:

@@ -39,7 +39,7 @@ class RankMetric(NamedTuple):
     # Returns the value for a rank, or None if the rank has no value. If the metric has a `label`, returns a dict from
     # each value of the label to the metric's value.
     value: Callable[[Rank], float | Mapping[str, float] | None]
-    # the name of a third label beside "job" and "rank": "table", "worker", or "" for none
+    # the name of a third label in addition to "job" and "rank": "table", "worker", or "" for none
     label: str = ""
 
 
@@ -315,7 +315,7 @@ def _write_regularly(folder: Path, job: str, ended: threading.Event) -> None:
         pages = len(list((folders.jobs_folder() / job).glob(f"*{folders.PAGE}")))
         if pages != known or time.monotonic() >= due:
             known, due = pages, time.monotonic() + EVERY_SECONDS
-            # The disk may be full. In that case skip this write, because the job must go on.
+            # The disk may be full. In that case skip this write, because the job must continue.
             with suppress(OSError):
                 write(folder, job)
 

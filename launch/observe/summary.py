@@ -30,12 +30,12 @@ class CallSummary(NamedTuple):
     calls: int
     # the mean time of a call
     mean_us: float
-    # the part of the mean time that is waiting
+    # the part of the mean time that was spent waiting for other ranks
     waiting_us: float
-    # the bus bandwidth without the waiting; 0 if the calls move no bytes
+    # the bus bandwidth, computed without the time spent waiting; 0 if the calls move no bytes
     busbw_GBps: float
-    # The time of these calls as a share of the ranks' whole time. A rank's whole time is from its first to its last
-    # call, and only ranks that make these calls count.
+    # The time of these calls as a share of the whole time of the ranks that make them. The whole time of a rank is from
+    # its first to its last call.
     share: float
 
 
@@ -50,9 +50,9 @@ class RankSummary(NamedTuple):
     calls: int
     # seconds that each other rank has waited for this rank, on average
     straggles_s: float
-    # `straggles_s` as a share
+    # `straggles_s` as a share of the rank's whole time
     straggles: float
-    # the share of its time that this rank has waited itself
+    # the share of the rank's time in which the rank itself has waited
     waits: float
 
 
@@ -61,7 +61,7 @@ class Summary(NamedTuple):
     lines: list[CallSummary]
     # the ranks, in the order of their numbers
     scores: list[RankSummary]
-    # how many calls are missing because later records have overwritten their records
+    # the number of calls that are missing because their records were overwritten by later records
     left_out: int
 
 
@@ -143,7 +143,7 @@ def _summarize_calls(
         seconds: Rank -> seconds from its first to its last call.
     """
     took = [_took(record) for _, record in calls]
-    # the times of the calls without waiting
+    # the times of the calls, without the time spent waiting for other ranks
     moving = [least.get(id(record), _took(record)) for _, record in calls]
     mean, pure = sum(took) / len(took), sum(moving) / len(moving)
     record = calls[0][1]

@@ -5,8 +5,8 @@ has a row for calls for which the program waits, and another row for calls that 
 between the calls of a worker's main thread are shown as *compute*.
 
 An arrow goes from a push to the sum on a server, and on to the pull that reads this sum. The pull has begun before the
-sum, but viewers draw an arrow only to a bar that begins later than the arrow. So the part of the pull after the sum
-gets its own bar, *receive*, and the arrow ends at this bar.
+sum, but a viewer draws an arrow only to a bar that begins after the arrow's start. So the part of the pull after the
+sum gets its own bar, *receive*, and the arrow ends at this bar.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mpips.collectives.recorder.ring import CallRecord
 from mpips.collectives.recorder.tracing import RankTrace
 from mpips.launch.observe.clocks import HostClock
 
-# Gaps between two calls that are shorter than this get no bar, because they are many, and too short for compute.
+# Gaps between two calls that are shorter than this get no bar. There are many, and they are too short to be compute.
 LEAST_COMPUTE_NS = 5_000
 # names of operations in records
 SUMS = ("sum", "update")
@@ -90,7 +90,7 @@ def count_calls(trace: RankTrace) -> int:
 
 
 def _describe(traces: Sequence[RankTrace], clocks: Mapping[str, HostClock]) -> dict[str, Any]:
-    """Return facts about a trace.
+    """Return facts about a trace: its ranks, the errors of their clocks, and the numbers of records.
 
     "clock_error_ns" is the largest possible error when times of two ranks are compared.
     """

@@ -8,8 +8,8 @@ are closed, each rank number is accepted only once, and unknown lines are ignore
 
 Ranks on other hosts do not connect. If a job may have such ranks, `OutputListener` passes on the output of mpirun
 unchanged and searches it. The search is needed because Open MPI's mpirun ends with exit code 0 even if it loses a host.
-Only one of the `LOST_SENTENCES` in mpirun's output reports the loss. If the remaining ranks end well nevertheless, one
-of them prints `world.WELL_WITHOUT` (see `mpips.ending.process`).
+The only sign of the loss is one of the `LOST_SENTENCES` in mpirun's output. If the remaining ranks end well in spite of
+the loss, one of them prints `world.WELL_WITHOUT` (see `mpips.ending.process`).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from typing import NamedTuple
 from mpips.collectives.machine import find_peer, find_readable, read_stat
 from mpips.store import world
 
-# Open MPI's mpirun prints one of these sentences when it loses a host.
+# Open MPI's mpirun prints one of these messages when it loses a host.
 LOST_SENTENCES = (b"has lost communication with a remote daemon", b"A daemon failed to report back after being spawned")
 SSH_ERROR = re.compile(rb"^(ssh: [^\r\n]+)[\r\n]", re.MULTILINE)
 SENTENCES = (*LOST_SENTENCES, world.WELL_WITHOUT)
 LONGEST_SENTENCE = max(map(len, SENTENCES))
 # bytes of mpirun's output to read at a time
 MOST_PIPED = 1 << 16
-# how many file descriptors the connections of ranks leave free for the rest of this process
+# the number of file descriptors that are kept free, while ranks connect, for the rest of this process
 SPARE_FILES = 64
 # the bytes to read from a rank at a time, and also the number of connections that may wait to be accepted
 MOST_BYTES = 4096
@@ -51,7 +51,7 @@ PIDFD_GET_INFO = 3 << 30 | PIDFD_INFO.size << 16 | 0xFF << 8 | 11
 
 
 class Death(NamedTuple):
-    """The end of a rank that had not sent "goodbye"."""
+    """The end of a rank that had not sent the line "goodbye" before it ended."""
 
     rank: int
     # The exit status, encoded as by wait(2). None if the status is unknown: kernels before 6.15 forget the status as
@@ -77,7 +77,7 @@ class Replacement(NamedTuple):
     # the rank of the spare
     rank: int
     role: str
-    # the training step from which the spare goes on, or -1 if the program counts no steps
+    # the training step from which the spare continues, or -1 if the program counts no steps
     step: int
 
 
@@ -91,7 +91,7 @@ class RankConnection:
         self.pid = pid
         # a pidfd of the rank's process; -1 until the rank has sent its number
         self.pidfd = -1
-        # For a spare that has taken over: its role, and the step from which it goes on. Otherwise "" and -1.
+        # For a spare that has taken over: its role, and the step from which it continues. Otherwise "" and -1.
         self.role = ""
         self.step = -1
         self.said_goodbye = False
@@ -111,21 +111,21 @@ class Presence:
 
     Args:
         ranks_here: The number of ranks that are certain to start on this machine.
-        survives: True if the remaining ranks go on when a rank dies.
+        survives: True if the remaining ranks continue when a rank dies.
         input_of_rank_0: A file descriptor that rank 0 gets as its standard input. -1: rank 0 keeps its own input.
     """
 
     def __init__(self, ranks_here: int, survives: bool = False, input_of_rank_0: int = -1) -> None:
         self.ranks_here = ranks_here
         self.input_of_rank_0 = input_of_rank_0
-        # the deaths, in the order in which the ranks died
+        # the deaths of ranks, in the order in which the ranks died
         self.deaths: list[Death] = []
         # the replacements, in the order in which the spares took over
         self.replacements: list[Replacement] = []
         # The exit code of the first rank that reported a failure. None if no rank has reported one. Without `survives`,
         # a failure after a death does not count, because the failure follows from the death.
         self.code: int | None = None
-        # a sentence that rank 0 has sent, to be printed if the job ends well
+        # a text that rank 0 has sent, to be printed if the job ends well
         self.remark = ""
         # how many ranks have ended after they sent "goodbye", or with exit code 0
         self.ended_well = 0
@@ -196,7 +196,7 @@ class Presence:
     def _accept(self) -> None:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         # Each rank takes two file descriptors, a socket and a pidfd. When they run out, accept no further rank. The job
-        # goes on, but unaccepted ranks are not watched.
+        # continues, but unaccepted ranks are not watched.
         if 2 * len(self._connections) + SPARE_FILES > limit:
             self._poll.unregister(self._listener)
             return
@@ -405,6 +405,6 @@ def _write_all(file: int, data: bytes) -> bool:
         except BrokenPipeError:
             return False
         except OSError:
-            # The disk may be full. In that case the data is lost, but the job goes on.
+            # The disk may be full. In that case the data is lost, but the job continues.
             return True
     return True

@@ -35,11 +35,12 @@ from mpips.launch.running.presence import Death, OutputListener, Presence, read_
 from mpips.launch.running.verdict import MpirunEnd, OrdinaryVerdict, SurvivingVerdict
 from mpips.store.world import launched_as
 
-# The longest wait between two checks of the job. It is this long so that the checks cost the job no time.
+# The longest wait between two checks of the job. It is long, so that the checks do not slow down the job.
 LOOK_SECONDS = 1.0
 # the shortest wait between two checks, which is used while the job ends
 NAP_SECONDS = 0.05
-# If ranks are missing, and no further rank appears for this many seconds, a rank is taken to have ended unseen.
+# If ranks are missing, and no further rank appears for this many seconds, assume that a rank has ended before this
+# process could see it.
 MISSING_SECONDS = 4.0
 # If no rank has connected after this many seconds, print that ranks are being started.
 SILENT_SECONDS = 3.0
@@ -48,7 +49,7 @@ START_SECONDS = 0.05
 # Seconds that a job may take to end after a signal, before its ranks are killed. After that, mpirun may take this many
 # seconds again.
 GRACE = 5.0
-# the grace time in place of `GRACE` for a job whose ranks have all ended
+# used instead of `GRACE` for a job whose ranks have all ended
 GRACE_WITHOUT_RANKS = 0.4
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
@@ -56,7 +57,7 @@ PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 SIGNAL_RECORD = struct.Struct("Iii116x")
 # size of glibc's sigset_t
 MASK_BYTES = 128
-# prctl(2)
+# operations of prctl(2), for which Python has no names
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -64,7 +65,7 @@ LOG = log.get("mpips.launch")
 
 
 class JobEnd(NamedTuple):
-    """The end of a job."""
+    """How a job has ended: exit codes, and messages for the user."""
 
     # the exit code for the user; after a signal it is 128 plus the signal's number, as in shells
     code: int
@@ -72,7 +73,7 @@ class JobEnd(NamedTuple):
     mpirun_code: int
     # the signal to this process that ended the job, or 0
     signal: int
-    # a sentence to print about the end, or ""
+    # the message to print about the end, or ""
     sentence: str
     # a description of the death that has ended the job, or ""
     death: str
@@ -97,7 +98,7 @@ def run(
         name: The name of the command, for the message after a signal has interrupted the job.
         roles: The role of each rank, for messages about deaths.
         ranks_here: How many ranks are certain to start on this machine. If ranks may be on other hosts, the output of
-            mpirun passes through this process, which searches the output for sentences about lost hosts.
+            mpirun passes through this process, which searches the output for messages about lost hosts.
         spares: How many of the last ranks are spares. With 0 or more, the remaining ranks go on when a rank dies. With
             -1, the first death ends the job.
     """
@@ -177,7 +178,7 @@ class RunningJob:
         # True until "starting N ranks" has been printed or a rank has connected
         self._announce_start = expected > 0
         self._clock = Clock()
-        # while the job starts, the number of ranks that have appeared
+        # while the job starts, the number of ranks that this process has seen
         self._known = 0
         # the time at which `_known` last changed
         self._known_since = 0.0
@@ -295,7 +296,7 @@ class RunningJob:
         if not self._is_starting():
             return False
         ended = [*self._unconnected.look(presence.connected)]
-        # These ranks may have connected just before they ended.
+        # The missing ranks may have connected just before they ended.
         presence.look()
         presence.deaths += [death for death in ended if death.rank not in presence.connected]
         known = len(self._unconnected.ranks()) + len(presence.connected) + len(presence.deaths)

@@ -1,8 +1,8 @@
 """Decide what the end of a rank means for its job: when the job must end, its exit code, and the messages about it.
 
 In an ordinary job the first death of a rank ends the job (`OrdinaryVerdict`). With --spares the remaining ranks go on
-after a death, and the job ends when no rank has work left (`SurvivingVerdict`). A spare is an extra rank that waits to
-take the place of a dead rank. Both classes have the same methods.
+after a death, and the job ends when no rank has work left (`SurvivingVerdict`). A *spare* is an extra rank that waits
+until it can take the place of a dead rank. Both classes have the same methods.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ BEFORE_THE_START = 1.0
 # Seconds until `mpips run` ends the job, after a rank has reported a failure. The time is long, because that rank is
 # itself ending the job.
 AFTER_A_FAILURE = 20.0
-# seconds after deaths that leave no rank with work until `mpips run` ends the job
+# Seconds until `mpips run` ends the job, after deaths that leave no rank with work.
 AFTER_THE_LAST = 1.5
 LOST = "mpirun has lost a host"
 # the exit code of a job that has lost a host, if mpirun's exit code is 0
 LOST_CODE = 1
-# If a signal ends a rank, MPICH's mpirun exits with the bare number of the signal. An exit code with one of these
-# numbers is taken for a signal.
+# If a signal ends a rank, MPICH's mpirun exits with the bare number of the signal. If mpirun's exit code is one of
+# these numbers, a signal is assumed.
 BARE_CODES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGTERM)
 
 
@@ -50,7 +50,7 @@ class MpirunEnd(NamedTuple):
 
     @property
     def loss(self) -> str:
-        """A description of the loss of a host."""
+        """A description of how the job lost a host."""
         return f"{LOST} ({self.cause})" if self.cause else LOST
 
 
@@ -85,7 +85,7 @@ class OrdinaryVerdict:
         return False
 
     def news(self) -> Iterator[tuple[str, str]]:
-        """Yield (kind, sentence) for each event since the last call. Only jobs that go on after deaths have events."""
+        """Yield (kind, message) for each event since the last call. Jobs that end at the first death have no events."""
         return iter(())
 
     def code(self, end: MpirunEnd) -> int:
@@ -106,7 +106,7 @@ class OrdinaryVerdict:
         return code if code >= 0 else 128 - code
 
     def sentence(self, end: MpirunEnd) -> str:
-        """Return the sentence about the death that ended the job.
+        """Return the message about the death that ended the job.
 
         Return "" if no death ended the job, or if the cause has already been printed.
         """
@@ -145,7 +145,7 @@ class OrdinaryVerdict:
 
 
 class SurvivingVerdict:
-    """The rules for the end of a job with --spares, whose remaining ranks go on when a rank dies.
+    """The rules for the end of a job with --spares, whose remaining ranks continue when a rank dies.
 
     The job ends when no rank has work left. If some ranks are on other hosts, only mpirun notices that no rank has work
     left. The methods are those of `OrdinaryVerdict`.

@@ -12,8 +12,8 @@ import importlib
 import sys
 
 NAME = "mpips"
-# c10d looks up a whole string such as "cpu:mpips,cuda:nccl" before it splits the string into devices. So each
-# combination needs an attribute of its own.
+# c10d looks up a whole string such as "cpu:mpips,cuda:nccl" before it splits the string into devices. So each of these
+# strings needs an attribute of its own.
 BACKEND_STRINGS = (NAME, f"cpu:{NAME}", f"cpu:{NAME},cuda:nccl", f"cpu:{NAME},cuda:gloo")
 
 
