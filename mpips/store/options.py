@@ -121,7 +121,7 @@ FIELDS = (
         2_097_152,
         4096,
         (),
-        "how many bytes a server sums at a time; workers can read each such block as soon as it is summed",
+        "the most bytes that a server sums at a time (a block); workers can read a block as soon as it is summed",
     ),
     Field(
         "small_bytes", 32_768, 0, (), "arrays of at most this many bytes are always copied, so their push never waits"
@@ -156,7 +156,13 @@ FIELDS = (
         "checkpoint", "", None, (), "the folder to which the job's first store saves itself, and from which it resumes"
     ),
     Field("every", 0, 0, (), "with `checkpoint`: the store saves itself after this many rounds of every key"),
-    Field("check_finite", False, None, (), "refuse a push of NaN or infinity, and name the rank, key, push and step"),
+    Field(
+        "check_finite",
+        False,
+        None,
+        (),
+        "True: a push of NaN or infinity raises an error that names the rank, key, push and step",
+    ),
 )
 
 
