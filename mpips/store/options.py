@@ -64,38 +64,56 @@ FIELDS = (
         0,
         0,
         (),
-        "number of server processes, the last ranks of the job; 0: no servers, every worker keeps the weights",
+        "number of server processes (the last ranks of the job); 0: no servers, and every worker keeps the weights",
     ),
-    Field("clients", 1, 1, (), "number of MPI clients into which the workers of an mpi_* store are split evenly"),
-    Field("workers", 0, 0, (), "number of workers that the launcher was to start; 0: every rank that is not a server"),
+    Field(
+        "clients",
+        1,
+        1,
+        (),
+        "in an mpi_* store, number of clients: groups of about equally many workers, each of which pushes as one",
+    ),
+    Field(
+        "workers",
+        0,
+        0,
+        (),
+        "number of workers that the job must have; 0: every rank that is not a server or a spare is a worker",
+    ),
     Field(
         "mirrors",
         0,
         0,
         (),
-        "1: a server on another node keeps a copy of every shard, so that one whole node may be lost",
+        "1: each shard (a server's part of a key) has a copy on another node, so the job can lose one node",
     ),
     Field(
         "masters",
         "one",
         None,
         ("one", "all"),
-        "which workers of a client talk to the servers: `one` (its rank 0) or `all`",
+        "which workers of a client exchange data with the servers: `one` (its rank 0) or `all`",
     ),
-    Field("staleness", -1, -1, (), "most steps that a worker of an asynchronous store may run ahead; -1: any number"),
+    Field(
+        "staleness",
+        -1,
+        -1,
+        (),
+        "in an asynchronous store, how many steps a worker may be ahead of the slowest worker; -1: no limit",
+    ),
     Field(
         "quorum",
         -1,
         -1,
         (),
-        "number of clients of an asynchronous store whose pushes make one update; -1: each push is an update",
+        "in an asynchronous store, how many clients' pushes make one update; -1: each push is an update",
     ),
     Field(
         "grace_seconds",
         0.0,
         0,
         (),
-        "with `quorum`: how long a round that has its quorum still waits for the other clients",
+        "with `quorum`: how many seconds a round waits for the remaining clients after enough have pushed",
     ),
     Field("big_array", 250_000, 1, (), "arrays of at least this many elements are split over all servers"),
     Field(
@@ -103,26 +121,48 @@ FIELDS = (
         2_097_152,
         4096,
         (),
-        "the largest block that a server sums at a time; workers can read a block as soon as it is summed",
+        "the most bytes that a server sums at a time (a block); workers can read a block as soon as it is summed",
     ),
-    Field("small_bytes", 32_768, 0, (), "arrays up to this many bytes are always copied, so that a push never waits"),
-    Field("chunk_bytes", 131_072, 4096, (), "bytes of one message between nodes; a larger array is sent as a pipeline"),
-    Field("chunks_in_flight", 8, 1, (), "messages of one array that may be under way at a time between two ranks"),
+    Field(
+        "small_bytes", 32_768, 0, (), "arrays of at most this many bytes are always copied, so their push never waits"
+    ),
+    Field(
+        "chunk_bytes",
+        131_072,
+        4096,
+        (),
+        "largest message between nodes, in bytes; a larger array is sent in several messages",
+    ),
+    Field(
+        "chunks_in_flight", 8, 1, (), "how many messages of one array may be on their way between two ranks at a time"
+    ),
     Field("shared_memory", True, None, (), "processes on one node exchange arrays through shared memory"),
     Field(
         "spares",
         -1,
         -1,
         (),
-        "number of ranks, the last of the job, that wait to replace dead ones; -1: a death ends the store",
+        "number of ranks, the last of the job, that wait to replace dead ones; -1: the death of a rank ends the store",
     ),
-    Field("stall_seconds", 60.0, 0.001, (), "a longer wait warns, and names the key or sum and the missing ranks"),
-    Field("timeout_seconds", 300.0, 0, (), "a longer wait ends the generation with StallError; 0: never"),
     Field(
-        "checkpoint", "", None, (), "a folder to which the job's first store saves itself, and from which it resumes"
+        "stall_seconds",
+        60.0,
+        0.001,
+        (),
+        "after a wait of this length a warning names what is waited for and the missing ranks",
+    ),
+    Field("timeout_seconds", 300.0, 0, (), "after a wait of this length the generation ends with StallError; 0: never"),
+    Field(
+        "checkpoint", "", None, (), "the folder to which the job's first store saves itself, and from which it resumes"
     ),
     Field("every", 0, 0, (), "with `checkpoint`: the store saves itself after this many rounds of every key"),
-    Field("check_finite", False, None, (), "refuse a push of NaN or infinity, and name the rank, key, push and step"),
+    Field(
+        "check_finite",
+        False,
+        None,
+        (),
+        "True: a push of NaN or infinity raises an error that names the rank, key, push and step",
+    ),
 )
 
 
