@@ -152,7 +152,7 @@ def _theirs(mesh: Mesh, sizes: tuple[int, ...], x: np.ndarray, y: np.ndarray, wi
 
 
 def _ratios(times: dict[str, np.ndarray]) -> dict[str, float]:
-    """Return the ratios between steps, as medians over the rounds. PyTorch counts with its fastest setting.
+    """Return the ratios between steps, as medians over the rounds. For PyTorch, the fastest setting is used.
 
     A ratio is taken within a round, in which the steps run one after another. So the machine is in about the same state
     for both steps of a ratio.

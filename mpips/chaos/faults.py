@@ -53,7 +53,7 @@ SLOWEST, FASTEST = 0.02, 0.5
 
 
 class PlanError(ValueError):
-    """A plan that makes no sense, or a file without a plan."""
+    """A plan is not valid, or a file contains no plan."""
 
 
 class Point(msgspec.Struct, frozen=True):

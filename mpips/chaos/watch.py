@@ -73,7 +73,7 @@ def watch(
         limit: Seconds after which the job counts as hung. Then each rank writes its stacks, and the job is ended.
         output: A file for the output of the job. Default: the output of this process.
         lab: The name of the lab in which the job runs.
-        look: A function that is called several times a second with what has been recorded of the run by then.
+        look: A function that is called several times a second with the record of the run so far.
 
     Returns:
         The run, for `judge`.
@@ -225,7 +225,7 @@ class FaultMaker:
     def make(self) -> None:
         """Make the faults that are due now, and end the faults whose time is over.
 
-        The result of each fault is added to `attempts`, also if the fault could not be made.
+        A record of each fault is added to `attempts`, even if the fault could not be made.
         """
         now = time.monotonic()
         while self._due and self._due[0][0] <= now:

@@ -268,7 +268,7 @@ class Residuals:
         quietly(np.copyto, kept, values, casting="same_kind")
 
     def forget(self, names: Iterable[Hashable]) -> None:
-        """Drop the residuals of names that are no longer used."""
+        """Discard the residuals of names that are no longer used."""
         for name in names:
             self._kept.pop(name, None)
 

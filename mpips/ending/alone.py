@@ -18,9 +18,9 @@ from mpips.store.world import launched_as
 
 
 def remark() -> str:
-    """Return the sentence that rank 0 prints at the end of a job whose ranks have exchanged nothing.
+    """Return the remark that rank 0 prints at the end of a job whose ranks have exchanged nothing.
 
-    Return "" on the other ranks, and if the ranks have exchanged something.
+    On other ranks, or if the ranks have exchanged something, return "".
     """
     rank, size = launched_as(os.environ) or (0, 1)
     if rank or size < 2:

@@ -168,7 +168,7 @@ class _Importing(MetaPathFinder):
 
 @contextmanager
 def _one_sentence() -> Iterator[None]:
-    """Replace mpi4py's long error about a missing MPI library with one sentence. The type of the error stays."""
+    """Replace mpi4py's long message about a missing MPI library with one sentence. The type of the error stays."""
     try:
         yield
     except (ImportError, RuntimeError) as error:
@@ -357,8 +357,8 @@ _lines: list[StatusLine] = []
 def say_role(role: str, step: int | None = None) -> None:
     """Tell the launcher that this rank, a spare until now, has got a role, and its first step if that is known.
 
-    An example of a role is "worker of client 1". The launcher then names the process by this role. From then on the end
-    of this process counts for the job.
+    An example of a role is "worker of client 1". The launcher then names the process by this role. From then on, the
+    result of the job also depends on how this process ends.
     """
     for line in _lines:
         line.has_role(role, step)

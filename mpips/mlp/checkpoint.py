@@ -46,7 +46,7 @@ class CheckpointHeader(msgspec.Struct):
     updates: int
     # in mixed precision: (loss scale, updates without overflow since the scale changed)
     loss_scale: tuple[float, int] | None = None
-    # how the rows were dealt; None if saved without data
+    # the rule by which rows were dealt to the ranks; None if the checkpoint was saved without data
     rule: DealRule | None = None
     # names of the classes 0, 1, ...; empty if the classes have no names
     labels: tuple[str, ...] = ()
@@ -74,7 +74,7 @@ def collect(worker: Worker) -> MLP:
 
 
 def save_checkpoint(path: str, worker: Worker, data: Data | None = None) -> None:
-    """Write the whole network, the optimizer with its state, and how the data were scaled and dealt.
+    """Write the network, the optimizer with its state, and the rules by which rows were scaled and dealt to ranks.
 
     Collective over the mesh; blocking. Layers are gathered one after another on rank 0, which must have memory for the
     whole network and state. Rank 0 writes a temporary file beside `path` and renames it, so an old checkpoint survives

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class TrainingError(ValueError):
-    """Training cannot start or go on: bad data, arguments that differ, a mesh that does not fit the job.
+    """Training cannot start or continue: bad data, arguments that differ, a mesh that does not fit the job.
 
     All ranks of the communicator raise it with the same message.
     """
@@ -169,8 +169,8 @@ def alike(
     Args:
         call: Name of the call, for the message.
         arguments: Name -> value. Values are compared as texts.
-        problem: This rank's error message if its arguments are wrong, else None. All ranks raise the message of any
-            rank.
+        problem: This rank's error message if its arguments are wrong, else None. If any rank has a message, all ranks
+            raise it.
         noun: What the message calls an argument.
     """
     if comm.size == 1:

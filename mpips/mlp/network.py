@@ -37,7 +37,7 @@ _FEWEST_OUTPUTS_PER_RANK = 8
 _DRAWN_ELEMENTS = 1 << 20
 # floating-point operations between two polls of the messages in flight: about 0.3 ms on one core
 _BLOCK_FLOPS = 3e7
-# bytes of a block over which several functions run in turn: half the cache that a core usually has for itself
+# size in bytes of a block that several functions process in turn: half of the cache that a core usually has for itself
 _CACHED_BYTES = 512 << 10
 # fewest rows of a block in a matrix product; smaller products lose speed
 _FEWEST_BLOCK_ROWS = 64

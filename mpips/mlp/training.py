@@ -106,9 +106,9 @@ def train(
 ) -> Trained:
     """Train a network on the ranks of a mesh.
 
-    Collective over the mesh; blocking. Every rank returns the same history. The minibatches do not depend on the mesh,
-    and so the losses do not either, up to rounding. With elastic `servers`, every client has weights and rows of its
-    own, and losses are means over the clients.
+    Collective over the mesh; blocking. Every rank returns the same history. Minibatches are the same on every mesh, so
+    the losses are also the same, up to rounding. With elastic `servers`, every client has weights and rows of its own,
+    and losses are means over the clients.
 
     Args:
         model: The network. Training starts from its weights.
@@ -378,7 +378,8 @@ def _agree(
         arguments |= {"data": "a function that opens them"}
         arguments |= {name: loading.get(name, "not given") for name in _LOADING}
     alike(comm, "train", arguments, problem or _wrong_loading(data, how.mesh, loading))
-    # If no rank has used its model yet, all have the weights of the seed, and a checksum would allocate all weights.
+    # If no rank has used its model yet, all models have the same weights, those of the seed. Then do not compute a
+    # checksum, which would allocate all weights.
     if worker is None and any(comm.allgather(model.used)):
         weights = np.ascontiguousarray(on_host(model.flat_parameters))
         alike(comm, "train", {"checksum of the network's weights": f"{zlib.crc32(weights.data):08x}"})

@@ -28,12 +28,12 @@ from mpips.optimizers import trace
 from mpips.optimizers.base import Optimizer, State, Updated, Value, Values, working_dtype, zeros
 from mpips.optimizers.trace import Tape, Untraceable, pair
 
-# bytes that one array has in a block
+# size in bytes of one array's part of a block
 BLOCK_BYTES = 384 * 1024
 LOG = log.get("mpips.kernels")
 # number of weights on which `registry.create` tries an optimizer; no kernel is compiled for this number
 TRIAL = 2
-# most gradients that one kernel sums; if there are more, NumPy first sums the surplus
+# largest number of gradients that one kernel sums; if there are more, NumPy first sums the surplus
 MOST_PARTS = 64
 
 _local = threading.local()

@@ -1,10 +1,10 @@
 """Exchange gradients during the compute: `Overlapped`, the Trainer's exchange with `overlap=`, and its report.
 
-`Execution` runs a plan: a group of layers is pushed when its gradients are complete, and the next forward pass reaches
-a layer when its parameters have come back. A strategy decides which layers make a group, from a profile that is
+`Execution` runs a plan: a group of layers is pushed when its gradients are complete, and the next forward pass computes
+a layer once its parameters have come back. A strategy decides which layers make a group, from a profile that is
 measured on the first batch; `auto` takes the optimum. Every `review_every` steps all workers check together whether the
-plan still fits, and take another plan if it saves enough. A report uses the clocks of this worker only, and nothing is
-sent for it.
+plan still fits, and take another plan if it saves enough time. A report uses only the times that this worker has
+measured, and sends nothing.
 
 All strategies give the same results as training without overlap, before and after a change of plan. If the store is
 synchronous, the results are equal bit for bit. This has two reasons. An iteration uses the parameters that all
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from mpips.store.api import KVStore
     from mpips.store.runtime.engine import Handle
 
-# number of iterations whose clocks are kept
+# number of last iterations whose times are kept
 STEPS = 16
 # strategies that need no profile
 FIXED = ("single", "layerwise")
 # the values of `Trainer(overlap=...)`
 CHOICES = ("auto", *STRATEGIES)
 REVIEW = 50
-# After each review that changes nothing, the next is twice as far away, up to this many times `review_every` steps.
+# After each review that changes nothing, the time to the next review doubles, up to LONGEST * `review_every` steps.
 LONGEST = 64
 
 
@@ -237,7 +237,7 @@ class OverlapReport:
 
 
 class StepClocks(NamedTuple):
-    """The clocks of one step: compute tasks and messages, by time.perf_counter()."""
+    """The measured times of one step: compute tasks and messages, in seconds of time.perf_counter()."""
 
     seconds: float
     compute: tuple[Task, ...]
@@ -245,7 +245,7 @@ class StepClocks(NamedTuple):
 
 
 class Recorder:
-    """Keeps the clocks of the last steps of a worker."""
+    """Keeps the measured times of the last steps of a worker."""
 
     def __init__(self) -> None:
         self._steps: deque[StepClocks] = deque(maxlen=STEPS + 1)

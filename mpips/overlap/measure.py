@@ -2,9 +2,9 @@
 
 Messages are measured as the job sends them: one after another, up to one for each layer of the model, and the next
 message is already in flight when one ends. In an iteration, some messages travel during the compute, and the
-communication thread looks at them now and then. Other messages travel while the training thread waits and looks at them
+communication thread polls them now and then. Other messages travel while the training thread waits and polls them
 itself, which is faster. So half of the measurements are made while the training thread sleeps, and half while it waits.
-Their mean counts.
+The result is the mean of both.
 
 A measurement (by `collectives.benchmark.harness.measure`) times a run: the messages of a list of groups, from the start
 of the first message to the end of the last. The costs of one message follow from runs of different numbers and sizes.
@@ -84,7 +84,7 @@ def job_costs(model: LayeredModel, kv: KVStore) -> Costs:
 
 
 class Stopwatch:
-    """Clocks one step: when the model reached each layer, and when it continued after the hook.
+    """Measures one step: when the model reached each layer, and when it continued after the hook.
 
     The time in a hook itself (waiting for parameters, starting a message) does not count as the layer's time.
     """
@@ -96,7 +96,7 @@ class Stopwatch:
         self._went = np.zeros((2, layers))
 
     def step(self, model: LayeredModel, x: np.ndarray, y: np.ndarray, before: Hook, ready: Hook) -> float:
-        """Call the model's `loss_and_gradients` with these hooks, clocked."""
+        """Call the model's `loss_and_gradients` with these hooks, and record the times."""
         return model.loss_and_gradients(x, y, self._around(0, before), self._around(1, ready))
 
     def seconds(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -118,7 +118,7 @@ class Stopwatch:
 
     @property
     def waited(self) -> float:
-        """Seconds in the hooks before layers, which wait for parameters."""
+        """The seconds spent in the hooks `before`, which wait for parameters."""
         return float((self._went[0] - self._came[0]).sum())
 
     def _spans(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -92,11 +92,11 @@ def lay_out(
 
 
 def check_model(model: object, what: str) -> None:
-    """Raise ValueError if an object is not a `LayeredModel`. The message says what the object lacks.
+    """Raise ValueError if an object is not a `LayeredModel`. The error message says what the object lacks.
 
     Args:
         model: The object.
-        what: What needs such a model, for the message, such as "overlap='auto'".
+        what: The feature that needs such a model, for the error message, such as "overlap='auto'".
 
     >>> mpips.overlap.check_model(mpips.mlp.MLP([8, 4, 2]), "overlap='auto'")
     """

@@ -7,7 +7,7 @@
 
 A backward pass calls `_begin_backward`, then `_note_gradient` for each parameter, and finally `_finish_backward`.
 `_note_gradient` lets the `Reducer` start the allreduce of each bucket that is complete. After a few passes `_end_step`
-plans the buckets anew, based on the times at which gradients became ready.
+plans the buckets again, based on the times at which gradients became ready.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class TableModule(nn.Module):
         ids pulls its own rows.
 
         So in an asynchronous store the forward pass may compute with rows that lack what any worker has pushed, set or
-        removed since this call. After a load or a recovery it pulls the rows anew.
+        removed since this call. After a load or a recovery it pulls the rows again.
 
         Args:
             ids: int64 ids of any shape, on the host.
@@ -159,7 +159,7 @@ class TableModule(nn.Module):
         return _Next(ids, places, self.table.ipull(ids.numpy()), self.table.origin, self.table.pushes)
 
     def _id_of(self, given: object) -> int:
-        """Convert a NumPy integer or a tensor to an int. Raise TypeError or ValueError if `given` is no id."""
+        """Convert a NumPy integer or a tensor to an int. Raise TypeError or ValueError if it is not an id."""
         try:
             index = operator.index(given)  # type: ignore[arg-type]
         except TypeError:
@@ -231,7 +231,7 @@ class TableModule(nn.Module):
 
 
 def check_ids(what: str, ids: object) -> None:
-    """Raise TypeError or ValueError unless `ids` is a tensor of ids: int64, on the host. `what` begins the sentence."""
+    """Raise TypeError or ValueError unless `ids` is an int64 tensor on the host. `what` begins the error message."""
     if not isinstance(ids, Tensor):
         raise of_caller(TypeError(f"{what}: ids are a {type(ids).__name__}: pass a torch.int64 tensor"))
     if ids.dtype != torch.int64:
@@ -342,8 +342,8 @@ class TableOptimizer:
             same on all workers.
 
     Raises:
-        TypeError, ValueError: `model` is not a module, holds no `Embedding` or `EmbeddingBag`, or holds one of a table
-            with `evict_by="score"`.
+        TypeError, ValueError: `model` is not a module, holds no `Embedding` or `EmbeddingBag`, or holds one whose table
+            has `evict_by="score"`.
 
     Example:
         >>> items = mpips.torch.Embedding(kv.table("items", dim=2, init=mpips.uniform(0), learning_rate=1.0))
@@ -406,7 +406,8 @@ class TableOptimizer:
     def _overflows(self, scaler: GradScaler) -> bool:
         """Unscale the gradients. Return True if a gradient of any worker overflowed, and set this scaler's flag."""
         what = "TableOptimizer.step with a GradScaler"
-        # PyTorch refuses to unscale float16, but only on workers that have a gradient. The others would wait for them.
+        # PyTorch refuses to unscale float16, but raises only on workers that have a gradient. The other workers would
+        # then wait for them.
         if half := next((table.name for table in self._of_table if table.dtype == np.float16), None):
             sentence = (
                 f"{what}: table {half!r} is float16, and so are its gradients, which GradScaler does not unscale: give "
@@ -426,7 +427,7 @@ class TableOptimizer:
         return [_Group(params=leaves)]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients that were not pushed."""
+        """Discard the gradients that were not pushed."""
         for module in self._modules:
             module.take_gradients()
 

@@ -399,8 +399,8 @@ def check_frozen(named: Iterable[tuple[str, Tensor]], comm: MPI.Intracomm, what:
 class WeightWatch:
     """Compares the norms of the parameters between ranks at two moments.
 
-    The moments are after an optimizer step and before the next forward pass. In a correct program, all ranks have equal
-    weights at least at one of these moments. At other times a rank may have changed its weights temporarily, as
+    One moment is after an optimizer step, the other is before the next forward pass. In a correct program, all ranks
+    have equal weights at least at one of them. At other times a rank may have changed its weights temporarily, as
     sharpness-aware minimization, MAML and weight noise do. So it is an error only if ranks differ at both moments.
     """
 
@@ -450,7 +450,8 @@ class WeightWatch:
         every = gather_rows(own.ravel(), comm, what).reshape(comm.size, *own.shape)
         # moment (after the step, before the forward pass, now) -> whether every rank has taken its norms
         known = (every != ABSENT).all(axis=(0, 2))
-        # (rank, moment, parameter) -> whether the norm differs from rank 0's. Moments: the known ones of the first two.
+        # (rank, moment, parameter) -> whether the norm differs from rank 0's. Of the first two moments, only those at
+        # which every rank has taken its norms.
         far = ~np.isclose(every, every[0], rtol=self._tolerances, atol=1e-30, equal_nan=True)[:, :2][:, known[:2]]
         # A rank that has changed its weights between the step and the forward pass differs only at the second moment.
         # If it does not undo the change, it differs at both moments in the next pass. So the next pass compares again.
@@ -461,8 +462,8 @@ class WeightWatch:
         every = every[:, known]
         name, norms = names.get(self._parameters[place], "?"), every[:, 0, place]
         differ = f"parameter {name!r} has norm {norms[0]:.6g} on rank 0 and {norms[rank]:.6g} on rank {rank}"
-        # If each rank's norms are the same at all moments, the program does not change weights itself. Then the
-        # difference means that the ranks have drifted apart.
+        # If no rank's norms change between the three moments, the program changes weights only in optimizer steps. A
+        # difference between ranks then shows that their models have drifted apart, which is an error.
         if self.has_stepped and np.allclose(every, every[:, :1], rtol=MOVED, atol=0, equal_nan=True):
             with communicator(comm).failing(what):
                 raise collectives.MismatchError(

@@ -43,7 +43,7 @@ def shares(samples: int, batch_size: int, epoch: int, seed: int, kv: KVStore, de
 
 
 def check_enough(samples: int, batch_size: int, workers: int) -> None:
-    """Raise ValueError if the samples do not fill one mini-batch of all workers."""
+    """Raise ValueError if there are too few samples for one step, in which each worker takes `batch_size` samples."""
     if batch_size * workers > samples:
         raise ValueError(
             f"batch_size={batch_size} on {workers} workers needs {batch_size * workers} samples a step, "

@@ -148,7 +148,7 @@ def check_order(position: Position, order: str, same: Collection[str] = ()) -> N
         position: The position where the fit would continue.
         order: The result of `order_of` for this fit.
         same: Further orders that are accepted. They differ from `order` only in the number of workers. The rest of the
-            epoch is then shared out anew.
+            epoch is then divided again among the workers.
     """
     if position.batches and position.order and position.order not in (order, *same):
         raise ValueError(

@@ -156,7 +156,7 @@ class CenterExchange:
         kv: The store.
         keys: The keys of the parameters in the store.
         shapes: Arrays with the shapes and dtypes of the parameters.
-        rule: Decides which values are pushed, and how far parameters move towards the centre.
+        rule: The rule that decides which values are pushed, and how far parameters move towards the centre.
         members: The number of workers in a client. Their parameters are equal, and their pushes are summed before they
             reach the store.
     """
@@ -399,7 +399,7 @@ class LocalRounds:
     def share(self, parameters: Arrays, newest: bool = False) -> None:
         """Set the parameters to the centre, which in a synchronous store is the same on all workers.
 
-        Changes since the last exchange, and their tokens, are dropped.
+        Changes since the last exchange, and their tokens, are discarded.
 
         Args:
             parameters: The parameters.

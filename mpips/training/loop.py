@@ -70,7 +70,7 @@ class Fit:
         self._began = 0.0
         self._survival = survival
         self._recovery = Recovery(parts.kv, () if parts.blocking is None else parts.blocking.update.keys, self._go_back)
-        # the stage that the fit has reached, a constant of `rejoin` such as BEGIN
+        # how far the fit is within a step: a constant of `rejoin`, such as BEGIN (before `on_begin`)
         self._stage = BEGIN
 
     def run(self) -> list[Epoch]:
@@ -129,7 +129,10 @@ class Fit:
             self._parts.kv.worker.agree("fit: the end")
 
     def _come_to(self, stage: int) -> None:
-        """Begin a stage, which is a constant of `rejoin`, and remember this moment."""
+        """Set the stage of the fit to `stage`, a constant of `rejoin` such as BEGIN.
+
+        If the store survives deaths, also remember this moment, so that the fit can go back to it after a death.
+        """
         self._stage = stage
         if self._survival is not None:
             states = None if stage == COUNTED else hooks.states(self._callbacks)

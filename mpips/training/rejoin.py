@@ -152,10 +152,13 @@ class SurvivingFit:
     # ---- after a death
 
     def meet(self) -> tuple[Position, int]:
-        """Hold the meeting with the other workers, after a recovery. A spare that has become a worker also takes part.
+        """After a recovery, agree with all other workers where the training continues, and go back to that moment.
 
-        Collective, blocking. Return the position where this worker continues, with the history and the states of the
-        callbacks, and the stage.
+        Collective, blocking. A spare that has just become a worker also calls it.
+
+        Returns:
+            The position where this worker continues, which contains the history and the states of the callbacks; and
+            the stage at that position, such as COUNTED.
         """
         kv = self._kv
         self._ranks[kv.generation] = kv.rank
@@ -304,7 +307,7 @@ class Moment(msgspec.Struct, frozen=True):
 
     @property
     def place(self) -> tuple[int, int]:
-        """The place in the order of the moments of a step."""
+        """A pair of numbers that puts the moments of one step in order."""
         return self.ended, self.stage
 
 
@@ -342,11 +345,11 @@ class WorkerReport(msgspec.Struct, frozen=True):
         return self.done if self.ahead is None else self.ahead.step
 
     def last(self, step: int) -> tuple[int, int] | None:
-        """Return the place of the step's last moment, or None if the worker does not remember the step."""
+        """Return the place (`Moment.place`) of the step's last moment, or None if the worker has forgotten the step."""
         return max((moment.place for moment in self._all() if moment.step == step), default=None)
 
     def at(self, step: int, place: tuple[int, int]) -> Moment:
-        """Return the last moment of a step that is not after `place`."""
+        """Return the last moment of a step whose place is at most `place`."""
         moments = [moment for moment in self._all() if moment.step == step and moment.place <= place]
         return sorted(moments, key=lambda moment: moment.place)[-1]
 

@@ -1,6 +1,6 @@
-"""Three updates, ways to turn gradients into the next parameters: by the store, by every worker, or by every client.
+"""Three ways to turn gradients into the next parameters ("updates"): by the store, by each worker, or by each client.
 
-- `StoreUpdate` works with all kinds of store (MXNET-MPI, figures 6 and 7). The store's optimizer updates.
+- `StoreUpdate` works with all kinds of store (MXNET-MPI, figures 6 and 7). The store's optimizer updates parameters.
 - `WorkerUpdate` is for clipping in a synchronous store. Only a rank that has the whole sum of gradients knows its norm.
   So the store sums without an optimizer, and every worker updates its own parameters.
 - `ClientUpdate` lets clients (groups of workers) train independently (`local`). They exchange their parameters by
@@ -118,7 +118,7 @@ def rescaled(optimizer: Optimizer, like: Optimizer) -> Optimizer:
 
 
 class StoreUpdate:
-    """Pushes gradients and pulls parameters. The store's optimizer updates, on servers or, without servers, on workers.
+    """Pushes gradients and pulls parameters. The store runs the optimizer, on its servers or, without any, on workers.
 
     Args:
         model: The model.
@@ -232,7 +232,7 @@ class StoreUpdate:
 
 
 class WorkerUpdate:
-    """The store sums gradients. Every worker clips their mean by its global norm and updates by itself.
+    """The store sums gradients. Every worker clips the mean gradient by its global norm and updates its own parameters.
 
     Equal sums give equal norms and equal parameters on all workers, bit for bit. Each worker keeps the optimizer's
     state. The methods are those of `StoreUpdate`.

@@ -25,7 +25,7 @@ class DataSource:
     Rows are read part by part: `open_part` chooses the part, and later calls count rows from the beginning of the part.
 
     Attributes:
-        name: What messages call the source.
+        name: The name of the source in error messages.
         features: Number of inputs.
         targets: Number of targets.
         classes: None if the targets are numbers. Otherwise the only target is a class number, and `classes` is the
@@ -47,7 +47,7 @@ class DataSource:
         raise NotImplementedError
 
     def check(self) -> None:
-        """Raise TrainingError if the file is damaged, as far as its format can tell.
+        """Raise TrainingError if the file is damaged, as far as its format allows this check.
 
         This reads the whole file, so only rank 0 calls it.
         """

@@ -94,7 +94,7 @@ class Data(NamedTuple):
     test_share: float
     # the mesh for which the rows were loaded, such as "2x1"
     mesh: str
-    # "read" or "scatter"
+    # how the rows reached the ranks: "read" or "scatter"
     way: str
     scaling: Scaling
     # names that a file gives the classes 0, 1, 2, ...; empty if the source numbers them itself
@@ -115,7 +115,7 @@ class OpenedSource(NamedTuple):
 
     # None on a rank that does not read
     source: DataSource | None
-    # "read" or "scatter"
+    # how the rows reach the ranks: "read" or "scatter"
     way: str
     # rank r reads rows [starts[r], starts[r + 1]); (ranks + 1,)
     starts: np.ndarray

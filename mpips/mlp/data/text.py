@@ -22,7 +22,7 @@ _SAMPLES = 256
 _SAMPLE_BYTES = 4 << 10
 # lines are counted in blocks of this many bytes
 _COUNT_BYTES = 1 << 20
-# delimiter -> what messages call it; None: any number of blanks
+# delimiter -> its name in messages; None stands for any number of blanks
 _DELIMITERS = {"\t": "tabs", ";": "semicolons", ",": "commas", "|": "bars", None: "blanks"}
 _QUOTED = re.compile(r'"[^"]*"?')
 _FILLED = re.compile(rb"\S")
@@ -206,7 +206,7 @@ class TextSource(DataSource):
     # -- names and numbers of columns
 
     def _check_names(self, missing: set[str]) -> None:
-        """Raise TrainingError if a line of names looks like a broken row. `missing`: texts that are not names."""
+        """Raise TrainingError if the line of names looks like a broken row. Texts in `missing` are not names."""
         for column, name in enumerate(self._names):
             if column < self._index:
                 continue
@@ -315,9 +315,9 @@ def _map(path: str) -> mmap.mmap:
 
 
 def _delimiter(first: str, second: str) -> str | None:
-    """Return the delimiter of a file with these two first lines. None means blanks.
+    """Guess the delimiter of a file from its first two lines. Return None if fields are separated by blanks.
 
-    A character that both lines have equally often is preferred to a character that is only in the first line.
+    Prefer a delimiter that occurs equally often in both lines. Otherwise take one that occurs in the first line.
     """
     first, second = (_QUOTED.sub("", line) for line in (first, second))
     alike = [each for each in _DELIMITERS if each and first.count(each) == second.count(each) > 0]

@@ -41,7 +41,7 @@ CALLS = ("step", "DistributedOptimizer", "set_parameters", "state_dict", "load_s
 CALL, STEPS, CLEARED, CHANGED, OVERFLOW, DIGEST, HEAD = range(7)
 # stands for the number of zero_grad calls of a worker that has just joined and cannot know this number
 UNKNOWN = -1
-# A worker that has been in a different call of the store for this long is in the wrong call.
+# If a worker has been in another call of the store for this long, we assume that it will not join this call.
 ELSEWHERE_SECONDS = 0.2
 
 

@@ -116,9 +116,12 @@ class SurvivingSteps:
         return self._agreed.skipped
 
     def call(self, what: str, call: Callable[[], T]) -> T | None:
-        """Make a collective call between two steps, one of `consensus.CALLS`. Blocking.
+        """Make `call`, a collective call between two steps, and return its result. Blocking.
 
-        If another worker had already finished the call before a recovery, return None without making it.
+        If a process dies during the call, the store recovers and the call is made again. If another worker had already
+        finished the call before the death, it is not made again, and the result is None.
+
+        `what` is the call's name, one of `consensus.CALLS`.
         """
         self._calls += 1
         number = self._calls
@@ -153,7 +156,7 @@ class SurvivingSteps:
     # ---- inside
 
     def _round(self) -> int:
-        """Return the round of the store's keys: the number of pushes to each key, with one that has only begun."""
+        """Return the round of the store's keys: the number of pushes to each key, including one that has only begun."""
         return self._store.worker.keys[self._names[0]].round
 
     def _note_recovery(self) -> None:
