@@ -23,7 +23,7 @@ from mpips.collectives import files
 KINDS = ("kill", "stop", "full", "host", "cut", "slow")
 # Kinds that hit a whole host. They need a lab (`mpips lab`), a cluster that is emulated on this machine.
 OF_HOSTS = ("host", "cut", "slow")
-# kinds that happen at one moment; the others last some seconds
+# kinds of faults that happen at one moment; all other kinds last some seconds
 AT_ONCE = ("kill", "host")
 ROLES = ("any", "worker", "server", "spare")
 CALLS = (

@@ -194,7 +194,7 @@ class FaultMaker:
         self._plan = plan
         self._ranks = ranks
         self._lab = lab
-        # True once the first store was made. The times of faults count from that moment.
+        # True once the first store was made. The times of faults are measured from that moment.
         self._timed = False
         # heap of the faults to make, each as (time, number of the fault)
         self._due: list[tuple[float, int]] = []

@@ -98,7 +98,7 @@ def planes(out: Array, up: Array, down: Array, values: Array, add: int) -> int:
 def signs(gradient: Array, residual: Array, plane: Array, rest: Array, total: Array) -> bool:
     """Write the bit plane of sums >= 0, and add up the sums >= 0 and the other sums.
 
-    The order of the additions within a block of BLOCK elements is that of NumPy: eight columns of each 128 elements,
+    Within a block of BLOCK elements, additions are in the same order as in NumPy: eight columns of each 128 elements,
     then neighbours in pairs.
 
     Args:
@@ -152,7 +152,7 @@ def signs(gradient: Array, residual: Array, plane: Array, rest: Array, total: Ar
 
 @compiled("const stored[], wide[], const wide[]", constants=CONSTANTS)
 def take_means(gradient: Array, residual: Array, values: Array) -> int:
-    """Add the gradient to the residual, and subtract values[1] from sums >= 0 and values[0] from the others."""
+    """Add the gradient to the residual, and subtract values[1] from sums >= 0 and values[0] from sums < 0."""
     below, above = values[0], values[1]
     for i in range(residual.size):
         x = residual[i] + widen(gradient[i])

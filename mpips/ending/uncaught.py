@@ -5,7 +5,7 @@ as the same if their types, their messages (without the rank in front) and their
 equal. If mpips itself wrote the message, equal messages are enough. If another rank announces the same error, this
 rank prints nothing. Otherwise this rank prints its own error, announces it to the other ranks, and ends the job. So an
 error that only one rank has is always printed. A rank whose error is about another rank's mistake waits longer, because
-the traceback of that other rank is the one to show.
+the traceback of that other rank should be shown instead.
 """
 
 from __future__ import annotations

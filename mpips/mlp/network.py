@@ -148,7 +148,7 @@ def draw_weight(out: np.ndarray, specification: Specification, layer: int, first
     """Draw the first weights of a slice of a layer's matrix. Local. Every way to cut the network gives equal weights.
 
     Element (r, c) of layer l is number ``r * columns + c`` of the random stream seeded by (seed, l), drawn uniformly in
-    float64. The variance is that of He et al. (2015) before a ReLU, and 1/fan-in otherwise. A rank that holds a slice
+    float64. The variance is as in He et al. (2015) before a ReLU, and 1/fan-in otherwise. A rank that holds a slice
     jumps to the slice's place in the stream. So every mesh starts from the same matrices, and no matrix is sent. (In
     the paper the model ranks drew unrelated slices.)
 
@@ -220,7 +220,7 @@ def _softmax(
 ) -> float:
     """Return the sum over samples of the cross-entropy ``-log softmax(output)[target]``.
 
-    `target` holds class numbers, (samples,). The other arguments are those of `_l2`.
+    `target` holds class numbers, (samples,). The other arguments are as in `_l2`.
     """
     samples = xp.arange(output.shape[1])
     np.subtract(output, output.max(axis=0, keepdims=True) if output.size else 0, out=scratch)

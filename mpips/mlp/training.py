@@ -212,7 +212,7 @@ class Worker:
     """The slice of a network that this rank of the mesh trains, with the object that updates its weights.
 
     Creating a `Worker` is collective over the mesh. Training starts from the weights of `model`. If its arrays exist
-    already (`MLP.used`), they must be equal on every rank. If not, the weights are those of the seed.
+    already (`MLP.used`), they must be equal on every rank. Otherwise the weights are drawn by the model's seed.
 
     Args:
         mode: How model ranks cut the layers: "pairs" or "columns".
@@ -355,7 +355,7 @@ def _agree(
 ) -> TrainingChoices:
     """Return the choices of how to train, after checking that they are equal on all ranks. Collective.
 
-    If `worker` continues an earlier run, its choices count, and the arguments must not contradict them. Raise
+    If `worker` continues an earlier run, its choices are used, and the arguments must not contradict them. Raise
     TrainingError on every rank if the ranks' choices, data or first weights differ.
     """
     how, problem = asked if worker is None else worker.choices, None

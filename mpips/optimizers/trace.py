@@ -253,10 +253,10 @@ class Symbol(NDArrayOperatorsMixin):
 
 
 class TracedProgram(NamedTuple):
-    """The operations of a tape, on places in a list of arrays instead of values.
+    """The operations of a tape. Their inputs and results are places in a list of arrays, instead of indices of values.
 
-    From 0 on, the places are weight, gradient, state, numbers, constants, and `blocks` blocks of memory. Masks (arrays
-    of bools) have the places -1, -2, ..., because `Tape.run` puts them at the end of its list.
+    Places 0, 1, 2, ... are the weight, the gradient, the state, the numbers, the constants, and `blocks` blocks of
+    memory. Masks (arrays of bools) have the places -1, -2, ..., because `Tape.run` puts them at the end of its list.
     """
 
     steps: list[TracedOperation]
@@ -324,7 +324,7 @@ def placed(tape: Tape) -> TracedProgram:
     return TracedProgram(steps, blocks.count, masks.count)
 
 
-# ---- The text of a kernel: a loop over elements, a sum, or the rows of a table. `lines` are those of `Tape.loop`.
+# ---- The text of a kernel: a loop over elements, a sum, or the rows of a table. `lines` is the result of `Tape.loop`.
 
 
 # A kernel sums this many elements of the gradients, and then updates the weights by the sum, which stays in L1 cache.

@@ -160,8 +160,8 @@ class Execution:
 def sent_tasks(sent: Messages, begin: float = 0.0) -> Iterator[Task]:
     """Yield ended messages as tasks, in seconds from `begin`.
 
-    A message may be started while the message before it is still in flight, and a pull while the servers still lack its
-    push. At first it then only waits, so its time counts from the end of the message for which it waits.
+    A message may be started while the message before it is still in flight, or a pull before the servers have received
+    its push. Such a message first only waits, so its task begins at the end of the message for which it waits.
     """
     before: dict[Kind, float] = {"push": 0.0, "pull": 0.0}
     pushed: dict[Group, float] = {}
@@ -386,7 +386,7 @@ class Overlapped:
         return loss
 
     def finish(self) -> None:
-        """Wait until the parameters are those of the last step. Blocking."""
+        """Wait until the parameters of the last step have arrived. Blocking."""
         if self._execution is not None:
             begin = time.perf_counter()
             self._execution.finish()

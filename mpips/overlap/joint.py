@@ -98,7 +98,7 @@ def _forward(pull: Problem, candidates: Numbers) -> Array:
     """Return to_go[i, m], the seconds from the start of pulling i + 1..m to the end of the forward pass.
 
     There is a column for each m in `candidates`. At the start, layers 1..i are computed, and the layers above m have
-    their parameters. The seconds are those of the best groups. to_go[0, m] is F[m] of the module.
+    their parameters. The seconds are for the best groups. to_go[0, m] is F[m] of the module.
     """
     rest = _rest(pull)
     to_go = _table(pull, rest, np.zeros(pull.layers + 1), candidates)

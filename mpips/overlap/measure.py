@@ -160,7 +160,7 @@ def message_costs(
     """Return the costs of a push and of a pull when this job sends its messages in a row.
 
     A push ends when the pull after it can begin, which is when the servers have the pushes of all workers. Without
-    servers both costs are those of the allreduce. Collective, blocking. The temporary keys are removed again.
+    servers both costs are the cost of the allreduce. Collective, blocking. The temporary keys are removed again.
 
     Args:
         workers, rounds, modes: See `run_seconds`.
@@ -190,7 +190,7 @@ def message_costs(
 
 
 def runs(elements: Sequence[int]) -> tuple[Groups, ...]:
-    """Return the runs to measure.
+    """Return the runs to measure. A run is a list of groups whose messages are sent in a row.
 
     The first runs send all layers: one by one, in a few groups, and in one group. The last two runs send a third of the
     layers: one by one, and in one group.
@@ -239,7 +239,7 @@ def costs_of_runs(elements: Sequence[int], wanted: Sequence[Groups], times: Sequ
     sizes = [group_bytes(elements, groups) / len(groups) for groups in wanted]
     seconds = [time / len(groups) for time, groups in zip(times, wanted, strict=True)]
     if len(set(sizes)) == 1:
-        # With one layer all messages have one size, so startup and bytes cannot be told apart.
+        # With one layer all messages have the same size, so the costs of startup and bytes cannot be separated.
         return LinkCost(float(np.median(seconds)), 0.0)
     return fit(list(zip(sizes, seconds)))
 

@@ -490,7 +490,7 @@ def _number(data: Mapping[str, Any], where: str, field: str) -> float:
 
 
 def _shown(value: object) -> str:
-    """Format a value for a sentence, cut short."""
+    """Format a value for an error message, shortened."""
     if isinstance(value, int) and abs(value) > LARGEST:
         return f"an integer of {value.bit_length()} bits"
     text = repr(value)

@@ -75,8 +75,8 @@ class EmbeddingBagCollection(nn.Module):
         """Return for each feature a row for each bag, (bags, dim), in the order of the features of the collection.
 
         Args:
-            ids: For each feature int64 ids on the host. With 2-D ids, each row of ids is a bag. 1-D ids are those of
-                all bags one after the other, and need offsets or lengths.
+            ids: For each feature int64 ids on the host. With 2-D ids, each row of ids is a bag. 1-D ids contain the
+                bags one after another, and need offsets or lengths.
             offsets: For features with 1-D ids, the positions at which bags begin.
             lengths: For features with 1-D ids, the number of ids in each bag, in place of offsets.
         """
@@ -122,7 +122,7 @@ class EmbeddingBagCollection(nn.Module):
         """Pull the rows of all features at once.
 
         Returns:
-            For each feature the index of the row for each id, in the shape of the ids; and the rows of its table.
+            Two dicts by feature: the index of the row for each id, in the shape of the ids; and the rows of its table.
         """
         found = []
         for rows_of, features in zip(self.rows, self._features.values()):

@@ -164,7 +164,7 @@ class DataParallel(torch.nn.Module):
         """A context for all but the last of several backward passes: accumulate gradients without exchanging them.
 
         Within the context, backward only adds to this rank's gradients. The first backward pass after the context
-        exchanges the sums.
+        exchanges the accumulated gradients.
         """
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
@@ -176,7 +176,7 @@ class DataParallel(torch.nn.Module):
     def join(self) -> Iterator[None]:
         """A context in which ranks may run different numbers of steps.
 
-        A rank that has finished its loop contributes nothing to the steps of the others, and the mean is over the ranks
+        A rank that has finished its loop contributes nothing to the other ranks' steps, and the mean is over the ranks
         that are still training. At the end every rank takes the parameters and buffers of a rank that made the most
         steps. Leaving the context is collective and blocking.
         """

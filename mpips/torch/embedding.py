@@ -72,7 +72,7 @@ class TableModule(nn.Module):
         self.table = table
         self.padding_idx = None if padding_idx is None else self._id_of(padding_idx)
         self.embedding_dim = table.dim
-        # dtype of the result of a forward pass; it may differ from that of the table (half(), to())
+        # dtype of the result of a forward pass; half() and to() may make it different from the table's dtype
         self._dtype: torch.dtype = getattr(torch, table.dtype.name)
         # False if the rows are frozen (requires_grad_)
         self._learns = True
@@ -90,8 +90,8 @@ class TableModule(nn.Module):
         next `TableOptimizer.step`, because rows that are read earlier would lack that step. A forward pass with other
         ids pulls its own rows.
 
-        So in an asynchronous store the forward pass may compute with rows that lack what any worker has pushed, set or
-        removed since this call. After a load or a recovery it pulls the rows again.
+        So in an asynchronous store the forward pass may compute with old rows: what any worker has pushed, set or
+        removed since this call is missing from them. After a load or a recovery it pulls the rows again.
 
         Args:
             ids: int64 ids of any shape, on the host.
@@ -124,7 +124,7 @@ class TableModule(nn.Module):
         return [rows for _, rows in self._leaves.values()]
 
     def note_push(self) -> None:
-        """Note a push to the table. In a synchronous store, pull the prefetched rows again. Does not block."""
+        """Handle a push to the table: in a synchronous store, pull the prefetched rows again. Does not block."""
         if self.table.synchronous:
             self._next = deque((self._ask(each.ids, each.places) for each in self._next), maxlen=2)
 

@@ -49,7 +49,7 @@ CHECK_STEPS = 128
 MOVED = 1e-5
 # After this many backward passes without an optimizer step, we assume that the program updates weights by hand.
 PASSES_BY_HAND = 32
-# stands for a norm that was not taken
+# the value of a norm that was not taken
 ABSENT = -1.0
 # The error for tokens that differ although the items that they were computed from are equal. It stops all ranks.
 UNEXPLAINED = "ranks differ in what they have done, and no word of theirs says in what (a fault of mpips: report it)"
@@ -300,7 +300,7 @@ class Lockstep:
         self._steps.append((type(optimizer).__name__, numbers))
 
     def begin_anew(self) -> None:
-        """Forget the steps after an exchange. Keep the forward passes: their backward passes may still come."""
+        """After an exchange, forget the steps. Keep the forward passes, because their backward passes may still run."""
         self._steps.clear()
         self._more_steps = 0
         self.weights.begin_anew()
@@ -349,8 +349,8 @@ def _begin_step(optimizer: Optimizer, args: object, keywords: object) -> None:
 
 def _end_step(optimizer: Optimizer, args: object, keywords: object) -> None:
     _stepping.remove(optimizer)
-    # Only outermost steps count. ZeroRedundancyOptimizer, for example, runs an inner step on parameters that differ
-    # between ranks.
+    # Count only outermost steps. ZeroRedundancyOptimizer, for example, calls the step of an inner optimizer, whose
+    # parameters differ between ranks.
     if not _stepping:
         for lockstep in list(_all):
             lockstep.count_step(optimizer)

@@ -23,8 +23,8 @@ LARGE = 1024
 class GradientWatch:
     """Counts the elements of the tensors that this process passes to operations of its process groups.
 
-    The count begins with the first group of several ranks and is never reset. `active` is True from then on, as long as
-    the counted elements are too few to be gradients.
+    The count begins with the first group of several ranks and is never reset. `active` becomes True at that moment, and
+    stays True as long as the counted elements are too few to be gradients.
     """
 
     def __init__(self) -> None:

@@ -109,7 +109,7 @@ class MemberHandle(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> MemberHandle:
-        """Return the handle that a text stands for. Raise ArgumentError if `text` is not a handle of this job."""
+        """Parse the text of a handle. Raise ArgumentError if `text` is not a handle of this job."""
         prefix, _, rest = text.partition(":")
         job, *numbers = rest.rsplit(":", 3)
         if prefix != PREFIX or len(numbers) < 3 or not all(number.isdigit() for number in numbers):
@@ -381,9 +381,9 @@ class _Attempt:
     def _copy_pair(self, other: int) -> MPI.Intracomm:
         """Make a communicator of this member and another one. Blocking.
 
-        Once both have said that they are ready, both call Dup, whatever else happens. If only one did, its call would
-        match the other's call of a later attempt. This holds also if this process is stopped (SIGSTOP) before it hears
-        that the other one is ready, and the other one gives the attempt up while it waits in Dup.
+        Once both members have said that they are ready, both call Dup, whatever else happens. If only one of them did,
+        its call would match the other member's call of a later attempt. This also holds if this process is stopped
+        (SIGSTOP) before it learns that the other member is ready, and the other member gives up while it waits in Dup.
         """
         self._tell([other], READY)
         self._wait(READY, [other])
@@ -393,14 +393,14 @@ class _Attempt:
         return copy
 
     def give_up(self, error: BaseException) -> BaseException:
-        """Tell the other members that the attempt has failed on this one. Return the error to raise."""
+        """Tell the other members that the attempt has failed on this member. Return the error to raise."""
         if isinstance(error, MPI.Exception):
             error = self._explain(error)
         told = error if isinstance(error, CollectiveError) else None
         sentence = str(told or f"{self._what}: rank {MPI.COMM_WORLD.rank} of the job has given up: {error!r}")
         self._tell(range(len(self.ranks)), GIVEN_UP, sentence, kind_index(error))
         if self._jobs is not None:
-            # Another member may have the group already, if all have made it.
+            # If all members have made the group, another member may already use it.
             self._jobs.end(sentence)
             _failed.append(self._jobs)
         return error

@@ -337,14 +337,14 @@ class Communication:
     def _run_side_by_side(self, until: Callable[[], bool] = lambda: False) -> None:
         """Run jobs until none is left, or until `until()` is true.
 
-        All jobs that have begun advance in turn. Running one job alone to its end could deadlock, because another rank
-        may be waiting in a different job.
+        All jobs that have begun advance step by step, one after another. If one job alone ran to its end, ranks could
+        deadlock, because another rank may be waiting in a different job.
         """
         moved = time.monotonic()
         while not until() and ((has_begun := self._begin_next_job()) or self._under_way):
             before = len(self._under_way)
             for each in list(self._under_way):
-                # The callback of another job's future may have run this job to its end meanwhile.
+                # Since this loop began, a callback of another job's future may have run this job to its end.
                 if each in self._under_way:
                     self._take_step(*each)
             if has_begun or len(self._under_way) < before:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mpips.store.api import KVStore
 
 Batch = tuple[Samples, Samples]
-# number of samples that are evaluated at a time
+# number of samples in one forward pass of an evaluation
 BLOCK = 1024
 # To check that their arrays are the same, workers compare this many rows of an array, and this many numbers of a row.
 SHOWN_ROWS = 8
@@ -84,7 +84,7 @@ class Arrays:
             number: The number of the epoch, from 1.
             kv: The store. It gives this worker's rank and the number of workers.
             skip: The number of batches to leave out, because they were taken before a resume.
-            dealt: The number of samples of this epoch that had been used when the number of workers changed.
+            dealt: The number of samples of this epoch that had been used when the number of workers last changed.
         """
         every = itertools.islice(shares(len(self.x), self.batch_size, number, self.seed, kv, dealt), skip, None)
         return ((self.x[rows], self.y[rows]) for rows in every)
@@ -277,7 +277,7 @@ def check_samples(model: object, source: Source | None) -> None:
 
 
 def samples_shown(*sources: Source | None) -> np.ndarray:
-    """Return a few numbers of each array, float64 (numbers,). Workers compare them to check their arrays are equal."""
+    """Return a few numbers of each array, float64 (numbers,), by which workers check that their arrays are equal."""
     shown = [np.empty(0)]
     for source in sources:
         if isinstance(source, Arrays) and len(source.x):
@@ -291,7 +291,7 @@ def samples_shown(*sources: Source | None) -> np.ndarray:
 
 
 def check_same_arrays(shown: Sequence[np.ndarray]) -> None:
-    """Raise ValueError if the workers' results of `samples_shown`, by rank, differ by more than rounding."""
+    """Raise ValueError if the workers' arrays differ by more than rounding. `shown[r]` is `samples_shown` of rank r."""
     first = shown[0]
     for rank, other in enumerate(shown):
         # A worker whose arrays could not be converted has fewer numbers.

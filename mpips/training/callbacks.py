@@ -35,7 +35,7 @@ class Fitting:
         steps: The number of exchanges in an epoch, or None if it is not known because batches come from an iterable.
         uneven: True if workers may take different numbers of steps, because each worker has batches of its own.
         asynchronous: True if workers do not wait for each other.
-        measures: The names that `Epoch.value` accepts: "loss", and with test data "test_loss" and others.
+        measures: The names that `Epoch.value` accepts: "loss", and with test data also "test_loss" and similar names.
         alone: True while a spare that has replaced a dead worker calls `on_begin`. The other workers called it long
             ago, so the collective calls of this class do nothing then.
     """
@@ -167,7 +167,7 @@ class Callback:
     The time that callbacks take does not count as seconds of an epoch.
 
     Attributes:
-        last: True if this callback is called after the others. A callback that saves the others' state needs this.
+        last: True to call this callback after the others, for a callback that saves the state of the other callbacks.
     """
 
     last: ClassVar[bool] = False

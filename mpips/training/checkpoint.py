@@ -116,7 +116,7 @@ class Position:
         return self.loss_sum / self.batches if self.batches else float("nan")
 
     def took(self, loss: float) -> None:
-        """Count a batch whose loss and gradients were computed."""
+        """Add a batch, whose loss and gradients were computed, to the counts and to the sum of losses."""
         self.last_loss = float(loss)
         self.loss_sum += self.last_loss
         self.batches += 1
@@ -313,10 +313,10 @@ def _step(path: Path) -> int:
 
 
 def prune(folder: str, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints, and older store files without a Trainer's file.
+    """Remove all but the newest `keep` checkpoints. Also remove older store files without a Trainer's file.
 
-    Such a file stays behind if the job is killed while it saves. Of each checkpoint, the Trainer's file is removed
-    first, so that an incomplete checkpoint is never taken for a complete one.
+    A store file without a Trainer's file is left behind if the job is killed while it saves. Of each checkpoint, the
+    Trainer's file is removed first, so that an incomplete checkpoint is never taken for a complete one.
     """
     whole = steps_in(folder)
     for path in whole[:-keep]:

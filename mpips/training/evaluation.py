@@ -116,7 +116,7 @@ def _summed(name: str, value: object, samples: int) -> float:
 
 
 def means(every: Iterable[Sums]) -> Sums:
-    """Return the means over all samples, given the sums of each worker.
+    """Return the means over all samples. `every` has the sums of each worker.
 
     Raises ValueError if no worker has samples, or if workers measured different things.
     """

@@ -47,7 +47,7 @@ from mpips.training.step import Blocking, TrainerParts, check_uneven_batches
 
 LOG = log.get("mpips.training")
 
-# A worker's batches seem to be endless if it has batches for MANY + UNEVEN * n steps, and another worker for only n.
+# A worker's batches seem to be endless if they last for MANY + UNEVEN * n steps when another worker's last for only n.
 UNEVEN = 100
 MANY = 2000
 
@@ -124,7 +124,7 @@ class Fit:
             for callback in self._callbacks:
                 callback.on_end(self._fit)
             self._come_to(ENDED)
-        # Wait for all workers. A worker that has left could not help the others to recover from a death.
+        # Wait for all workers. A worker that has left this call could not help the other workers to recover.
         if self._survival is not None:
             self._parts.kv.worker.agree("fit: the end")
 
@@ -247,7 +247,7 @@ class Fit:
                 self._survival.cancel_exchange()
 
     def _check_end(self, has_batch: bool, together: int, taken: int) -> None:
-        """Raise ValueError on all workers if one worker seems to have endless batches and others have used theirs.
+        """Raise ValueError on all workers if one worker's batches seem to be endless and another worker has none left.
 
         Args:
             has_batch: True if this worker had a batch in this step.

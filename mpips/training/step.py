@@ -38,7 +38,7 @@ class TrainerParts:
 
 
 class StepTotals(NamedTuple):
-    """A summary over all workers of a step in which workers may have different numbers of batches."""
+    """The batches and samples of all workers in a step, when workers may have different numbers of batches."""
 
     # True if any worker had a batch; otherwise the epoch is over
     batches: bool
@@ -83,7 +83,7 @@ class Blocking:
         return self._added
 
     def add(self, x: Samples, y: Samples) -> float:
-        """Compute a batch, which then waits for the next exchange. Return its loss. Local."""
+        """Compute the loss and gradients of a batch. They wait for the next exchange. Return the loss. Local."""
         if not self._added:
             self._begin = time.perf_counter()
         loss = _number(self.model.loss_and_gradients(x, y))

@@ -83,7 +83,7 @@ def check_clip(clip_norm: float | None) -> float | None:
 
 
 def own_keys(model: Model, kv: KVStore) -> list[str]:
-    """Return the keys under which a Trainer stores its model's parameters, and count this Trainer of the store.
+    """Return the keys under which a new Trainer stores its model's parameters. Count the Trainers of the store.
 
     The keys of the store's first Trainer have no prefix. Every later Trainer gets a prefix of its own, so that Trainers
     do not share keys.
@@ -113,7 +113,7 @@ def create_keys(kv: KVStore, keys: Sequence[str], parameters: Sequence[np.ndarra
 
 
 def rescaled(optimizer: Optimizer, like: Optimizer) -> Optimizer:
-    """Return the optimizer with the `rescale` of `like`, which is a result of `averaged`."""
+    """Return the optimizer with its `rescale` replaced by the `rescale` of `like`, a result of `averaged`."""
     return replace(optimizer, rescale=like.rescale)  # type: ignore[call-arg, attr-defined]
 
 
@@ -235,7 +235,7 @@ class WorkerUpdate:
     """The store sums gradients. Every worker clips the mean gradient by its global norm and updates its own parameters.
 
     Equal sums give equal norms and equal parameters on all workers, bit for bit. Each worker keeps the optimizer's
-    state. The methods are those of `StoreUpdate`.
+    state. `StoreUpdate` documents the methods.
     """
 
     name = "none, clipped"

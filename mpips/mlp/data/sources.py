@@ -327,7 +327,7 @@ class SyntheticSource(DataSource):
     """Rows that are computed from their row numbers, so that any rank can make any row.
 
     Features are normally distributed. Targets are functions of the features (a sine and an absolute value of linear
-    combinations), plus a little noise. The default size is that of the paper's large data set (UCI ethylene in
+    combinations), plus a little noise. By default the data have the size of the paper's large data set (UCI ethylene in
     methane).
 
     Args:

@@ -295,7 +295,7 @@ class TextSource(DataSource):
 
 
 def _map(path: str) -> mmap.mmap:
-    """Map a file. Raise TrainingError if it cannot be read or is not text."""
+    """Map a file into memory. Raise TrainingError if it cannot be read or is not text."""
     if not os.path.isfile(path):
         raise TrainingError(f"data file {path} does not exist")
     try:

@@ -532,9 +532,9 @@ def values_of(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 def find_unlike(parameters: Sequence[Tensor], others: Sequence[Tensor | None], roundings: int) -> int:
     """Return the position of a parameter that differs from its counterpart in `others`, or -1.
 
-    A counterpart of None counts as equal. Differences of up to `roundings` rounding errors of the largest value of any
-    parameter are allowed, because they remain when a program adds something and subtracts it again. Half precision is
-    too coarse for this tolerance, so values in half precision must be equal.
+    A counterpart of None is taken as equal. Differences of up to `roundings` rounding errors of the largest value of
+    any parameter are allowed, because they remain when a program adds something and subtracts it again. Half precision
+    is too coarse for this tolerance, so values in half precision must be equal.
     """
     largest = max((float(p.detach().abs().max()) for p in parameters if p.numel()), default=0.0)
     for place, (parameter, other) in enumerate(zip(parameters, others)):
@@ -556,7 +556,7 @@ def gradient_share(layout: Layout, passes: int) -> float:
 
 @contextmanager
 def warn_soon(generation: Generation) -> Iterator[None]:
-    """A context that warns early about workers that have not joined a collective call.
+    """Within this context, a worker soon warns about other workers that have not joined a collective call.
 
     In an asynchronous store workers do not run in step, and some of them may never make the call.
     """
