@@ -78,9 +78,9 @@ class StoreRow(NamedTuple):
     repeats: int
     push_s: float
     pull_s: float
-    # a push followed by a pull
+    # time of a push followed by a pull
     push_pull_s: float
-    # one call of pushpull
+    # time of one call of pushpull
     pushpull_s: float
     # The *floor*: the time of the memory copies that no push and pull can avoid (see the module's docstring). None if
     # it was not measured.

@@ -40,7 +40,7 @@ SETTINGS: dict[str, dict[str, bool]] = {"fused": {"fused": True}, "foreach": {"f
 
 
 class UpdateTiming(NamedTuple):
-    """The result of timing one update. Times are in ms, as medians over the repeats. None: this engine is missing."""
+    """The times of one update in ms, as medians over the repeats. None means that this way to update is missing."""
 
     optimizer: str
     elements: int
@@ -48,9 +48,9 @@ class UpdateTiming(NamedTuple):
     gradients: int
     numpy_ms: float
     compiled_ms: float | None
-    # a copy of as many bytes as one pass of the update reads and writes
+    # time of a copy of as many bytes as one pass of the update reads and writes
     copy_ms: float
-    # PyTorch's setting "fused", and the faster one of its settings "default" and "foreach"
+    # time by PyTorch's setting "fused", and by the faster one of its settings "default" and "foreach"
     fused_ms: float | None
     other_ms: float | None
     # time of mpips (by the compiled kernel if there is one, else by NumPy) / time of PyTorch's fastest setting

@@ -16,7 +16,7 @@ from mpips.collectives import files
 
 # kill: the process gets SIGKILL
 # stop: the process is stopped by SIGSTOP for some seconds
-# full: for some seconds no file that the process writes can grow
+# full: for some seconds the process cannot make any file longer, as if the disk were full
 # host: all ranks on the process's host get SIGKILL
 # cut: the NICs of the process's host are down for some seconds
 # slow: the NICs of the process's host have only a share of their rate for some seconds
@@ -42,13 +42,13 @@ CALLS = (
     "recover",
     "close",
 )
-# The time between two drawn faults is between these multiples of the mean.
+# The time between two drawn faults is at least and at most this many times the mean.
 NEAREST, FARTHEST = 0.5, 1.5
 # the smallest share of its rate that a plan may leave to a NIC
 LEAST_SHARE = 0.001
 # the longest time in a plan, in seconds
 LONGEST = 1e8
-# A drawn share of a NIC's rate is between these.
+# the smallest and the largest share of its rate that is drawn for a NIC
 SLOWEST, FASTEST = 0.02, 0.5
 
 

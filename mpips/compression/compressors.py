@@ -542,8 +542,8 @@ class TopK(Compressor):
         n, k = residual.size, self.count(residual.size)
         if k == 0:
             return True
-        # From a sample, estimate an absolute value that almost surely somewhat more than k elements reach. One pass
-        # collects these elements, the candidates. Then search the k largest among the candidates only.
+        # From a sample, estimate a limit such that the absolute values of a little more than k elements almost surely
+        # reach it. One pass collects these elements, the candidates. Then find the k largest among the candidates.
         sizes = np.empty(min(n, max(4096, min(n // 256, 65536))), residual.dtype)
         if not kernels.sample(gradient, residual, sizes):
             return False

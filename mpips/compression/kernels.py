@@ -20,8 +20,8 @@ Array = np.ndarray
 # Number of elements that NumPy handles at a time, so that temporary arrays stay in cache. It is a multiple of 8, the
 # number of bits in a byte of a payload.
 BLOCK = 32 * 1024
-# Number of elements that a kernel handles at a time. It is a multiple of 8, because the compiler vectorizes a loop over
-# elements and a loop over the bytes of a bit plane.
+# Number of elements that a kernel handles at a time. It is a multiple of 8, so that a tile has whole bytes of a bit
+# plane. The compiler can then vectorize a loop over elements and a loop over bytes.
 TILE = 1024
 CONSTANTS = {"TILE": TILE, "BLOCK": BLOCK}
 

@@ -280,10 +280,10 @@ def _place(split: Split, index: int) -> tuple[slice, ...]:
 
 
 def _gather(worker: Worker, index: int, flat: np.ndarray) -> np.ndarray:
-    """Gather parameter `index` on model index 0. Collective over the model communicator.
+    """Gather the whole of parameter `index` on the rank with model index 0. Collective over the model communicator.
 
-    `flat` is an array laid out as the flat parameters. The other ranks return their own copy if they hold the whole
-    parameter, else an empty array.
+    `flat` is an array laid out as the flat parameters. Other ranks return a copy of the parameter if they hold all of
+    it, else an empty array.
     """
     network, comm, layer = worker.network, worker.mesh.model_comm, index // 2
     own = on_host(network.views(flat)[index])

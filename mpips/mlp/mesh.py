@@ -185,7 +185,7 @@ def alike(
 
 
 def arguments_of(specification: Specification, optimizer: Optimizer | None, mode: str | None) -> dict[str, object]:
-    """Return name -> value of the settings of a network, its optimizer and its split mode, for `alike`."""
+    """Return a dict by name of the settings of a network, its optimizer and its split mode, for `alike`."""
     found: dict[str, object] = {
         "network": "-".join(map(str, specification.sizes)),
         "activation": specification.activation,

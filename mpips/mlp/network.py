@@ -57,10 +57,10 @@ class Specification(NamedTuple):
     activation: str
     # a key of LOSSES
     loss: str
-    # "float32", "float64", or "mixed": weights, sums and optimizer state are float32, but what ranks send each other
-    # between nodes is float16, under a loss scale (Micikevicius et al., Mixed precision training, 2018)
+    # "float32", "float64", or "mixed". In "mixed", weights, sums and optimizer state are float32, but messages between
+    # nodes are float16, with a loss scale (Micikevicius et al., Mixed precision training, 2018).
     dtype: str
-    # determines the first weights
+    # the seed of the first weights
     seed: int
 
 
@@ -333,7 +333,7 @@ class Network:
         self.flat_gradients = self._empty(sum(elements), self.dtype)
         self.parameters = self.views(self.flat_parameters)
         self.gradients = self.views(self.flat_gradients)
-        # memory of each layer for `_capacity` samples, which is the largest number of samples in a step until now
+        # `_blocks` is the memory of each layer for `_capacity` samples, the largest number of samples in a step so far.
         self._capacity = -1
         self._blocks: list[tuple[np.ndarray, ...]] = []
         # number of samples in a step -> views of `_blocks` for that many samples

@@ -1,4 +1,4 @@
-"""`train`: check that arguments agree and fit, run the epochs, and take the steps of one rank's `Worker`.
+"""`train`: check that the arguments fit together on all ranks, and run the epochs. `Worker` makes one rank's steps.
 
 Source: the paper, section 7, Algorithm 3. With one model rank this is Algorithm 1, and with one batch rank Algorithm 2.
 """
@@ -80,7 +80,7 @@ class TrainingChoices(NamedTuple):
     servers: Servers | None
 
     def arguments(self, model: MLP | Network) -> dict[str, object]:
-        """Return name -> value of these choices and of the network's specification, for `mesh.alike`."""
+        """Return a dict of these choices and of the network's specification by name, for `mesh.alike`."""
         return arguments_of(model.specification, self.optimizer, self.mode) | {
             "array module": model.xp.__name__,
             "mesh": self.mesh,
@@ -248,7 +248,7 @@ class Worker:
             start(self.network)
         # steps taken, including those before a checkpoint
         self.updates = 0
-        # seed, test share and batch with which the rows of a checkpoint were dealt; None if they are not known
+        # the seed, test share and batch by which the rows were dealt before the checkpoint; None if they are not known
         self.rule: DealRule | None = None
         # names of the classes 0, 1, 2, ...; empty if the classes have no names
         self.labels: tuple[str, ...] = ()

@@ -171,8 +171,8 @@ class _Way(NamedTuple):
 def _way(optimizer: Equation, dtype: np.dtype, parts: int, ask: bool, by_rows: bool = False) -> _Way:
     """Return the `_Way` in which an optimizer updates weights, or rows of weights (`by_rows`).
 
-    It has a kernel only if `ask` is True. An optimizer that cannot be hashed, because an option is an array or a
-    list, is recorded again at every call.
+    The `_Way` has a kernel only if `ask` is True. If an optimizer cannot be hashed, because an option is an array or a
+    list, its equation is recorded again at every call.
     """
     try:
         return _known_way(optimizer, dtype, parts, ask, by_rows)
@@ -335,7 +335,7 @@ def _block(name: str, dtype: np.dtype, length: int, like: np.ndarray) -> np.ndar
 def prepare(optimizer: Optimizer | None, dtype: np.dtype, parts: int = 1, elements: int = 0) -> None:
     """Load the compiled kernel of an optimizer, as `Equation.prepare` says. Blocking, up to a second or two.
 
-    Does nothing if there is no optimizer, or if the optimizer is not an `Equation`: those have no kernel.
+    Does nothing if `optimizer` is None, or is not an `Equation`. Only an `Equation` has a kernel.
     """
     if isinstance(optimizer, Equation):
         optimizer.prepare(dtype, parts, elements)

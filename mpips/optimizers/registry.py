@@ -163,7 +163,7 @@ def describe(optimizer: Optimizer | None) -> str:
 
 
 def _is_own(optimizer: Optimizer) -> bool:
-    """True if the class is the program's own."""
+    """True if the optimizer's class is defined by the user's program, not by mpips."""
     return type(optimizer) not in _BUILT_IN.values()
 
 

@@ -48,7 +48,7 @@ LONGEST = 64
 
 
 class SentPush(NamedTuple):
-    """A push, from its start until the servers have taken it in."""
+    """A push, from its start until the servers have read its values."""
 
     push: Handle
     taken: Handle
@@ -66,7 +66,7 @@ class SentPush(NamedTuple):
         return self.taken.done
 
     def wait(self) -> None:
-        """Wait until the push has ended and the servers have taken it in."""
+        """Wait until the push has ended and the servers have read its values."""
         self.push.wait()
         self.taken.wait()
 
@@ -105,7 +105,7 @@ class Execution:
         early = plan.push[len(plan.push) - plan.early :]
         # layer -> the group whose pull brings its parameters
         self._comes_with = {layer: group for group in plan.pull + early for layer in range(group[0], group[1] + 1)}
-        # pushes that the servers have not taken in yet
+        # group -> its push, if the servers may not have read its values yet
         self._pushes: dict[Group, Handle | SentPush] = {}
         # group -> the message that brings its parameters
         self._awaited: dict[Group, Handle | SentPush] = {}
@@ -113,7 +113,7 @@ class Execution:
         self.sent: list[tuple[Kind, int, int, Handle | SentPush | EndedMessage]] = []
 
     def begin(self) -> None:
-        """Begin an iteration when the servers have taken in every push of the iteration before. Blocking."""
+        """Begin an iteration. First wait until the servers have read every push of the iteration before. Blocking."""
         for message in self._pushes.values():
             self._wait(message)
         self._pushes.clear()
@@ -304,7 +304,7 @@ class Recorder:
 
 
 def _format_groups(groups: Groups) -> str:
-    """Describe groups: their number, and the first four groups."""
+    """Format groups for the report: their number, and the first four groups."""
     few = " ".join(map(shown, groups[:4]))
     return f"{len(groups)} group{'s' if len(groups) > 1 else ''} ({few}{' ..' if len(groups) > 4 else ''})"
 
@@ -420,7 +420,7 @@ class Overlapped:
     def _prepare(self, x: np.ndarray, y: np.ndarray) -> None:
         # Set the optimizer before messages are measured, because it changes what they cost.
         self._kv.set_optimizer(self._optimizer)
-        # For these strategies only the number of layers counts.
+        # These strategies depend only on the number of layers, so the profile may have costs of 0.
         if self.strategy in FIXED:
             names, nothing = [str(number) for number in range(len(self._elements))], [0.0] * len(self._elements)
             problem = create_profile(names, self._elements, nothing, nothing, LinearNetwork(0.0, 0.0), 0.0, 1.0)
@@ -435,8 +435,8 @@ class Overlapped:
         assert self.profile is not None
         self.finish()
         row = np.median(self._clocked, axis=0)
-        # The maximum over workers is taken below. Waiting is negated, so that its maximum is the least waiting: the
-        # slowest worker waits least.
+        # Below, the largest value of all workers is taken. Waiting is negated, because here the smallest value is
+        # wanted: the slowest worker waits least.
         row[-1] *= -1
         slowest = np.max(self._gather("a look at the plan", row), axis=0)
         forward, backward = np.split(slowest[:-1], 2)

@@ -37,10 +37,10 @@ POLL_SECONDS = 5e-4
 ROUNDS = 3
 # the shorter runs have 1 / SHARE of the layers
 SHARE = 3
-# least seconds of a push, even if the clocks show less
+# smallest cost of a push in seconds; if less was measured, this is used
 SHORTEST = 1e-6
 
-# costs of a push and of a pull
+# the costs of a push, and the costs of a pull
 Costs = tuple[LinkCost, LinkCost]
 
 
@@ -159,7 +159,7 @@ def message_costs(
 ) -> Costs:
     """Return the costs of a push and of a pull when this job sends its messages in a row.
 
-    A push ends when the pull after it can begin, which is when the servers have the pushes of all workers. Without
+    A push counts as ended when the next pull can begin, because the servers have the pushes of all workers. Without
     servers both costs are the cost of the allreduce. Collective, blocking. The temporary keys are removed again.
 
     Args:
@@ -171,7 +171,7 @@ def message_costs(
         return [messages.pull(*group) for group in groups]
 
     def push_all(groups: Groups) -> list[Handle]:
-        """Push as the backward pass does. Wait for servers by pulling the group that was pushed last."""
+        """Push the groups in the order of the backward pass. Then pull the last one, which waits for the servers."""
         sent = [messages.push(*group) for group in reversed(groups)]
         return sent if messages.one_way else [*sent, messages.pull(*groups[0])]
 

@@ -48,7 +48,7 @@ class OverlapPlan:
 
     @property
     def groups(self) -> Groups:
-        """The partition of the layers, for pushes or, if the plan has no pushes, for pulls."""
+        """The groups of layers for pushes or, if the plan has no pushes, for pulls."""
         groups = self.push if self.push is not None else self.pull
         assert groups is not None
         return groups

@@ -1,7 +1,7 @@
-"""State the partition problem of MG-WFBP and iBatch (which layers travel together), from the profile of a job.
+"""The partition problem of MG-WFBP and iBatch: which layers share a message, given the measured times of a job.
 
 Both papers overlap a chain of layer computations with messages, one for each contiguous group of layers. PyTorch calls
-such a group a bucket.
+such a group a bucket. The measured times of a job are its *profile*.
 
 * push (MG-WFBP, section II.C): backward computes layers L..1. A group is sent once its lowest layer is computed and the
   network is free (Eq. 6, 7, 20).
@@ -44,13 +44,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from mpips.collectives import files
 
-# layers (first, last) that travel together, both inclusive, counted from 1
+# the first and the last layer of a group that shares a message, both inclusive, counted from 1
 Group = tuple[int, int]
 # contiguous groups that cover the layers 1..L, in layer order
 Groups = tuple[Group, ...]
 
 
-# "shared": one link for pushes and pulls; "duplex": one link for pushes and one for pulls
+# "shared": pushes and pulls share one link; "duplex": pushes have one link, and pulls another
 Link = Literal["shared", "duplex"]
 
 

@@ -136,8 +136,8 @@ class DataParallel(torch.nn.Module):
         self._lockstep = Lockstep(order)
         self._nodes = [(parameter, get_gradient_edge(parameter).node) for parameter in order]
         for parameter in order:
-            # A parameter whose type has changed has lost its hook and needs a new one. The others must not get a second
-            # hook.
+            # A parameter whose type has changed has lost its hook and needs a new one. Any other parameter must not get
+            # a second hook.
             if parameter in self._hooks:
                 self._hooks[parameter].remove()
             self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._note_gradient)
@@ -270,7 +270,7 @@ class DataParallel(torch.nn.Module):
             self._take_buffers()
 
     def _after_forward(self, output: Any) -> None:
-        """Add a hook to the output that runs when its backward pass starts, before any gradient arrives.
+        """Add a hook to the output. It runs when the backward pass starts, before any gradient is ready.
 
         The hook of an output runs before the hook of any parameter. It does not run in the inner backward passes that
         checkpointing starts.

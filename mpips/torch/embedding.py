@@ -206,7 +206,7 @@ class TableModule(nn.Module):
     def follow_gradient(self, ids: Tensor, rows: Tensor) -> Tensor:
         """Return pulled rows in the module's dtype. If gradients are wanted, `rows` becomes a leaf of autograd's graph.
 
-        `ids` are different ids, one for each row.
+        `ids` has the id of each row, without duplicates.
         """
         if self._learns and torch.is_grad_enabled():
             rows.requires_grad_()
@@ -318,7 +318,7 @@ class EmbeddingBag(TableModule):
 
 
 class _Group(dict[str, Any]):
-    """A parameter group that has only `params`. Other names raise KeyError, as hyperparameters belong to the tables."""
+    """A parameter group with only `params`. Other names raise KeyError, because the tables have the hyperparameters."""
 
     def __missing__(self, name: str) -> NoReturn:
         raise of_caller(KeyError(f"a group of a TableOptimizer has no {name!r}: {WHERE}"))

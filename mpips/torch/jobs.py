@@ -1,7 +1,7 @@
 """The jobs of a process group: each runs one operation by `mpips.collectives`, or by MPI's own calls.
 
-The recorder of `mpips.collectives` knows each group and each operation by a number: the group's identity and the
-operation's token.
+The recorder of `mpips.collectives` notes which operation is running. It knows each group and each operation by a
+number: the group's identity and the operation's token.
 """
 
 from __future__ import annotations
@@ -162,7 +162,8 @@ class GroupJobs:
                 total.values().div_(self.comm.size)
             elif how.divided:
                 total.values().div_(self.comm.size, rounding_mode="trunc")
-            # Not into `tensor.detach()`: its index and value tensors are separate, so `tensor` would not change.
+            # Do not copy into `tensor.detach()`: it has index and value tensors of its own, so `tensor` would not
+            # change.
             with torch.no_grad():
                 tensor.copy_(total)
 

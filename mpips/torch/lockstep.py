@@ -44,8 +44,8 @@ MOST_STEPS = 16
 NORM_TOLERANCE = 1e-3
 # Parameters are compared after backward passes 1, 2, 4, 8, ... and after each multiple of this number.
 CHECK_STEPS = 128
-# If a norm on one rank changes by more than this, relatively, between two of the moments at which `WeightWatch` takes
-# norms, the program itself has changed the parameter.
+# If a parameter's norm on one rank changes by more than this share between two of the moments at which `WeightWatch`
+# takes norms, the program itself has changed the parameter.
 MOVED = 1e-5
 # After this many backward passes without an optimizer step, we assume that the program updates weights by hand.
 PASSES_BY_HAND = 32
@@ -153,7 +153,7 @@ def content(value: object) -> Any:
     of 1 become the same number. Lists and tuples become lists. A value without accessible contents becomes its own name
     (a function, for example) or the name of its type.
     """
-    # The hyperparameters of every step come here, and most of them are plain numbers.
+    # Handle plain numbers first: this function is called for all hyperparameters in every step, and most are numbers.
     if type(value) is float or type(value) is int:
         return _content_of_number(value)
     if value is None or isinstance(value, bool):

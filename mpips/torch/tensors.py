@@ -171,7 +171,7 @@ def sparse_parameters(module: torch.nn.Module) -> set[Tensor]:
 
 
 # How many numbers describe a sparse tensor: the numbers of its entries, of its sparse dimensions and of all dimensions,
-# its dtype, and up to 64 extents.
+# its dtype, and up to 64 sizes of dimensions.
 WORDS = 68
 
 

@@ -371,7 +371,7 @@ class Communication:
         with self._state:
             for place, job in enumerate(self._jobs):
                 if job.order not in taken:
-                    # Under the lock, so that `wait_for` finds the job in one of the two lists.
+                    # Move the job under the lock, so that `wait_for` always finds it in one of the two lists.
                     del self._jobs[place]
                     self._under_way.append((job, job.steps()))
                     return True
@@ -396,8 +396,8 @@ def wait_for_plan(plan: Plan) -> Iterator[None]:
 class Messages:
     """MPI's own calls, on a communicator that is used for nothing else.
 
-    A group uses them for exchanges that are uneven or have a root, bitwise reductions, sends and receives. Each method
-    returns an iterator that starts the MPI call at its first step and ends when the call has completed.
+    A group uses them for bitwise reductions, sends and receives, and exchanges that are uneven or have a root. Each
+    method returns an iterator that starts the MPI call at its first step and ends when the call has completed.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:

@@ -116,7 +116,7 @@ class Position:
         return self.loss_sum / self.batches if self.batches else float("nan")
 
     def took(self, loss: float) -> None:
-        """Add a batch, whose loss and gradients were computed, to the counts and to the sum of losses."""
+        """Record the loss of a batch that was computed: update the sum of losses and the number of batches."""
         self.last_loss = float(loss)
         self.loss_sum += self.last_loss
         self.batches += 1

@@ -185,7 +185,7 @@ class CenterExchange:
 
     @quiet
     def prepare(self, parameters: Arrays, places: Sequence[int]) -> None:
-        """Compute the values to push."""
+        """Compute the values that `send` will push for these parameters."""
         for place in places:
             parameter, pushed = parameters[place], self._pushed[place]
             if self._elastic:

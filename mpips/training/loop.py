@@ -105,7 +105,7 @@ class Fit:
             self._fit.alone = False
 
     def _go_on(self) -> None:
-        """Run from the current stage to the end of the fit."""
+        """Run the fit from its current stage (`_stage`) to the end."""
         if self._stage == BEGIN:
             for callback in self._callbacks:
                 callback.on_begin(self._fit)
@@ -383,7 +383,7 @@ def _start(parts: TrainerParts, arguments: FitArguments, positions: Sequence[Pos
         positions: The saved positions of all workers, or this worker's position only.
 
     Raises:
-        ValueError, TypeError: The order of samples, or a callback, does not fit this fit.
+        ValueError, TypeError: A saved position has another order of samples, or a callback cannot work in this fit.
     """
     source, before, workers = arguments.source, len(positions), parts.kv.num_workers
     order = order_of(parts, source, workers)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # number of elements that are squared at a time, so that no temporary array is as long as a gradient
 BLOCK = 1 << 15
 Arrays = Sequence[np.ndarray]
-# store -> number of Trainers that it has had
+# store -> number of Trainers that have been created on it
 _trainers: WeakKeyDictionary[KVStore, int] = WeakKeyDictionary()
 
 
@@ -149,7 +149,7 @@ class StoreUpdate:
 
     @property
     def group(self) -> MPI.Intracomm:
-        """The communicator of the workers whose gradients make one update."""
+        """The communicator of the workers whose gradients are summed for one update."""
         layout = self._kv.layout
         return layout.client if layout.asynchronous else layout.workers  # type: ignore[return-value]
 
@@ -393,7 +393,7 @@ class ClientUpdate(WorkerUpdate):
             self._rounds.begin_at(int(arrays["steps"][0]))
 
     def rejoin(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer) -> None:
-        """Continue with this client's arrays. Without arrays, begin at the centre with a new optimizer state."""
+        """After a death, continue with this client's arrays. Without them, begin at the centre with a new optimizer."""
         if arrays is not None:
             super().restore(arrays, optimizer)
         else:

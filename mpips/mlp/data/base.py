@@ -114,7 +114,7 @@ def read_checked(source: DataSource, start: int, stop: int) -> np.ndarray:
 
 
 def number_of(field: str) -> float | None:
-    """Parse a number as NumPy does, or return None. Unlike Python, this refuses 1_000 and digits of other scripts."""
+    """Parse a number as NumPy does, or return None. Unlike float(), this refuses 1_000 and digits of other scripts."""
     try:
         return float(field) if field.isascii() and "_" not in field else None
     except ValueError:

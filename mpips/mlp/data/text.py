@@ -17,7 +17,7 @@ from mpips.mlp.network import interval
 
 # texts that mean that the name of a column is missing, in lower case
 _MISSING_NAMES = {*MISSING_LABELS, "-", "none", "nil"}
-# the fingerprint of a large file reads this many samples of this size
+# the fingerprint of a large file reads this many samples of this many bytes
 _SAMPLES = 256
 _SAMPLE_BYTES = 4 << 10
 # lines are counted in blocks of this many bytes
@@ -26,7 +26,7 @@ _COUNT_BYTES = 1 << 20
 _DELIMITERS = {"\t": "tabs", ";": "semicolons", ",": "commas", "|": "bars", None: "blanks"}
 _QUOTED = re.compile(r'"[^"]*"?')
 _FILLED = re.compile(rb"\S")
-# first bytes of a file that is not text -> the format of the file, and what the user can do
+# first bytes of a file that is not text -> the end of the error message: the file's format, and what the user can do
 _BINARY = {
     b"\x93NUMPY": "an array of NumPy: save inputs and targets as np.savez('data.npz', x=..., y=...)",
     b"PK\x03\x04": "a zip, as spreadsheets are: export it as CSV; arrays of NumPy need a name that ends in .npz",

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mpips.store.roles import Layout
     from mpips.store.runtime.generation import Generation
 
-# In an asynchronous store, a worker warns after this time that other workers have not joined a collective call.
+# In an asynchronous store, a worker that waits this long in a collective call warns that other workers are missing.
 WARN_SECONDS = 10.0
 
 
@@ -101,7 +101,7 @@ def choose_exchange(
     elastic: float | None,
     interval: int,
 ) -> GradientExchange:
-    """Return the exchange for an optimizer and a store. Collective over the workers, blocking.
+    """Return the kind of exchange that suits an optimizer and a store. Collective over the workers, blocking.
 
     Args:
         store: The store, whose keys exist.
