@@ -54,7 +54,7 @@ from mpips.store.options import kind_of, read, uneven
 ARRAYS = ("ordinary", "empty")
 # The largest number of keys in one call. Models have fewer, and this many names and arrays still fit in memory.
 MOST_KEYS = 10_000
-# number of elements of an array that are set in each round, and checked when they come back
+# number of elements of an array that are set in each round before the push, and checked after the pull
 MARKS = 64
 # elements that the floor sums at a time, so that the sum is still in cache when the next contribution is added
 BLOCK_ELEMENTS = 262_144

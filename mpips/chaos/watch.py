@@ -198,7 +198,7 @@ class FaultMaker:
         self._timed = False
         # heap of the faults to make, each as (time, number of the fault)
         self._due: list[tuple[float, int]] = []
-        # the faults that last now, each as (time at which it ends, fault, rank)
+        # the faults that are active now, each as (time at which it ends, fault, rank)
         self._until: list[tuple[float, Fault, WatchedRank]] = []
 
     def take(self, message: Message) -> None:
@@ -276,7 +276,7 @@ class FaultMaker:
         return FaultAttempt(number, now, rank.rank, rank.role, host, undone=undone)
 
     def _set_links(self, host: str) -> str:
-        """Set the NICs of a host as the faults require that now last on this host.
+        """Set the NICs of a host according to the faults that are active on this host now.
 
         The NICs are down while a "cut" lasts, and otherwise up. While a "slow" lasts, they keep only a share of their
         rate. Blocks while the command `mpips lab link` runs. Returns "", or the reason why the command failed.

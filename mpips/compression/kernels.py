@@ -185,7 +185,7 @@ def add_halves(out: Array, payload: Array, add: int) -> int:
 
 @compiled("const stored[], const wide[], wide[]", constants=CONSTANTS)
 def sample(gradient: Array, residual: Array, sizes: Array) -> int:
-    """Write the absolute values of a sample of the sums: one sum at a pseudo-random index in each stretch."""
+    """Divide the sums into stretches, and write the absolute value of one pseudo-random sum of each stretch."""
     stretch = residual.size // sizes.size
     word = np.uint64(1)
     for i in range(sizes.size):

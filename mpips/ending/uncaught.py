@@ -186,7 +186,9 @@ def is_alone() -> bool:
 
 
 def end_unstarted(what: str, code: int = 1) -> None:
-    """Print `what` happened, and end the job. Called on a rank that has not started MPI, which must exit with `code`.
+    """Print what has happened (`what`), and end the job. Called on a rank that has not started MPI.
+
+    The rank must then exit with `code`.
 
     MPI is not started only to abort it, because its start waits for all other ranks, and these may be busy or may have
     left. With Open MPI's mpirun the exit code is enough to end the job. But mpirun may crash if other ranks are just

@@ -50,7 +50,7 @@ class PhaseClock:
         self.add(phase, start)
 
     def add(self, phase: str, since: float) -> None:
-        """Add the time since `since`, a perf_counter(), to `phase`."""
+        """Add to `phase` the seconds that have passed since `since`, a value of perf_counter()."""
         self.seconds[phase] += perf_counter() - since
 
     def communication(self) -> float:

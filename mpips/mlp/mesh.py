@@ -95,7 +95,7 @@ def parse(text: str) -> tuple[int, int]:
 
 
 def misfit(batch: int, model: int, ranks: int) -> str | None:
-    """Return an error message if batch x model is not `ranks`, else None."""
+    """Return an error message if a mesh of `batch` x `model` does not have `ranks` ranks, else None."""
     if batch * model == ranks and batch > 0:
         return None
     fitting = ", ".join(f"{b}x{m}" for b, m in factorings(ranks))

@@ -42,7 +42,7 @@ _CACHED_BYTES = 512 << 10
 # fewest rows of a block in a matrix product; smaller products lose speed
 _FEWEST_BLOCK_ROWS = 64
 
-# called with the number of a layer, from 0
+# a function that is called with the number of a layer, from 0
 LayerHook = Callable[[int], object]
 # empty(count, dtype) -> 1-D array of `count` elements
 Empty = Callable[[int, np.dtype], np.ndarray]

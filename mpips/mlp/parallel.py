@@ -301,7 +301,7 @@ class LocalUpdate:
             self._optimizer.update(parameters, gradients, self._state, step)
 
     def fetch(self) -> State:
-        """Return the optimizer's state, laid out as the flat parameters. The result is valid at batch index 0."""
+        """Return the optimizer's state, laid out as the flat parameters. It is valid only on ranks of batch index 0."""
         return self._state
 
     def restore(self, state: State, step: int) -> None:

@@ -369,7 +369,7 @@ class SynchronousUpdate:
         return state
 
     def restore(self, state: State, step: int) -> None:
-        """Set the optimizer state on the servers to that after `step` updates."""
+        """Load `state`, the optimizer's state after `step` updates, into the servers."""
         wholes = [self._group.whole(array) for array in state]
         for whole, array in zip(wholes, state):
             self._group.gather(array, whole)

@@ -239,7 +239,7 @@ def _plain(option: str, value: object) -> Any:
 
 
 def _from_plain(value: object) -> object:
-    """Return the option whose plain data `_plain` returned."""
+    """Convert plain data that `_plain` has returned back to the option."""
     if isinstance(value, list):
         return tuple(_from_plain(part) for part in value)
     if not isinstance(value, dict):

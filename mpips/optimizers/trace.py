@@ -68,12 +68,12 @@ OF_BOOLS = (
 )
 
 
-# a sample element: operations are run on samples to find out the dtypes of results
+# A sample element. To find the dtype of a result, its operation is run on sample elements.
 ONE = np.float32(1)
 
 
 class Untraceable(TypeError):
-    """The equation looks at values, or calls a function that cannot be recorded.
+    """The equation depends on the values of its arguments, or calls a function that cannot be recorded.
 
     The equation itself is then called at every update.
     """

@@ -312,8 +312,8 @@ def _format_groups(groups: Groups) -> str:
 class Overlapped:
     """The exchange of `mpips.Trainer` with `overlap=`. The first step makes the plan and its keys.
 
-    All workers take the first step together. While it measures messages, the servers need additional memory of up to
-    3.4 times the model.
+    All workers make the first step together. While this step measures messages, the servers need additional memory of
+    up to 3.4 times the model.
 
     Creating an `Overlapped` is collective. All workers raise ValueError for an unknown strategy, a model without
     layers, or arguments that differ.

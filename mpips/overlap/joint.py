@@ -226,7 +226,7 @@ def _fronts(push: Problem, pull: Problem, lowest: int) -> _Fronts:
 
 
 def _paths_from_ready(push: Problem, most: int) -> Array:
-    """Return R[j, k] of the module for j = 0..L and k = 0..most."""
+    """Return R[j, k], which the docstring of the module defines, for j = 0..L and k = 0..most."""
     layers = push.layers
     ready = np.cumsum(push.compute[::-1])[::-1]
     sent = sums(push.transfer)

@@ -229,7 +229,7 @@ Network = LinearNetwork | RingNetwork
 # MG-WFBP's cluster on 10 Gbit/s Ethernet.
 # alpha: from section II.D, where 2 (N - 1) alpha = 90.52, 271.56, 633.64 us on 2, 4, 8 nodes.
 # beta: from the authors' simulator.
-# gamma: the simulator's 2.5e-9 s, read as the time of one sum of 4-byte numbers.
+# gamma: the simulator's 2.5e-9 s, which we take for the time to add one 4-byte number.
 TEN_GIGABIT = RingNetwork(alpha=45.26e-6, beta=1.2 / (9 * 2**30 / 8), gamma=2.5e-9 / 4)
 
 

@@ -93,8 +93,8 @@ class GroupJobs:
         """Free the communicator after `end`. Blocks until this rank's jobs have failed, but does not wait for ranks."""
         communication.wait_for(self._home)
         self._marks.close()
-        # This also frees everything that `collectives` has made for the communicator. The communicator of the messages
-        # is never freed: messages that nobody has received may be in flight on it.
+        # This also frees everything that `collectives` has made for the communicator. The communicator of `messages` is
+        # never freed, because messages that nobody has received may still be in flight on it.
         self.comm.Free()
 
     def reduce(

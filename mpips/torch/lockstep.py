@@ -40,7 +40,7 @@ BITS = 24
 NUMBERS = ("lr", "weight_decay", "momentum", "betas", "alpha")
 # The hyperparameters of at most this many steps after an exchange are compared. Later steps are only counted.
 MOST_STEPS = 16
-# The norms of a parameter on two ranks may differ by this, relative to the larger norm: processors round differently.
+# The norms of a parameter on two ranks may differ by this share, because processors round differently.
 NORM_TOLERANCE = 1e-3
 # Parameters are compared after backward passes 1, 2, 4, 8, ... and after each multiple of this number.
 CHECK_STEPS = 128
@@ -217,7 +217,7 @@ def _content_of_tensor(tensor: Tensor) -> Any:
 
 
 def digest(data: bytes) -> int:
-    """Return 56 bits that are equal for equal bytes, in every process."""
+    """Return a hash of 56 bits. Unlike `hash`, it gives the same result in every process."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest())
 
 

@@ -125,7 +125,7 @@ class Reducer:
         return alike
 
     def contribute_nothing(self) -> None:
-        """Contribute zeros to a backward pass of the other ranks. For a rank that has finished its own steps."""
+        """On a rank that has finished its own steps, contribute zeros to a backward pass of the other ranks."""
         self.gradients.zero()
         self._reduce_rest(None, ())
         self._rows.exchange(False, 1.0)
@@ -288,7 +288,7 @@ class SharedGradients:
                 self.parameters[index].grad = None
 
     def add(self, index: int) -> None:
-        """Add the gradient that a parameter got after its bucket had started to the mean in the bucket."""
+        """Add a late gradient, which a parameter got after its bucket had started, to the mean in the bucket."""
         self._views[index].add_(_dense(self.parameters[index].grad))
 
     def write_words(self, token: int | None, late: bool) -> None:

@@ -66,7 +66,7 @@ class Arrays:
 
     # True if workers may have different numbers of batches
     uneven: ClassVar[bool] = False
-    # True if an epoch is known to end
+    # True if each epoch is known to have an end, unlike an endless stream
     bounded: ClassVar[bool] = True
 
     def order(self, workers: int) -> str:
@@ -115,7 +115,7 @@ class Batches:
 
     @property
     def bounded(self) -> bool:
-        """True if an epoch is known to end."""
+        """True if each epoch is known to have an end, unlike an endless stream."""
         return self.most is not None or _has_length(self.source)
 
     def epoch(self, number: int, kv: KVStore | None = None, skip: int = 0, dealt: int = 0) -> Iterator[Batch]:

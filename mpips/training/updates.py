@@ -183,9 +183,9 @@ class StoreUpdate:
             self._pull()
 
     def owners(self) -> list[int]:
-        """Return the ranks of the workers whose arrays a checkpoint saves: one from each group of equal workers.
+        """Return the ranks of the workers whose arrays a checkpoint saves: one from each group with equal parameters.
 
-        The list is empty if the store holds everything.
+        The list is empty if the store holds everything that a checkpoint needs.
         """
         return []
 

@@ -40,7 +40,7 @@ class DataSource:
     apart = True
 
     def fingerprint(self) -> str:
-        """Return the size and a checksum of the rows. If there are many rows, the checksum is of samples.
+        """Return the size and a checksum of the rows. If there are many rows, the checksum is computed from samples.
 
         The result is equal on all ranks that see the same rows. It takes little time compared with reading a part.
         """

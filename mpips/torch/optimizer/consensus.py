@@ -82,7 +82,7 @@ class Consensus:
         self._row = np.zeros(8 * HEAD + 8 * -(-2 * self._mask // 8), np.uint8)
         self._head = self._row[: 8 * HEAD].view(np.int64)
         self._masks = self._row[8 * HEAD :]
-        # the rows of all workers
+        # the rows of all workers, as of the last comparison
         self._rows = self._row[None]
         # The hyperparameters that were compared last, as items and as a digest. Keeping both saves time, because
         # hyperparameters seldom change.
