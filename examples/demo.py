@@ -47,11 +47,11 @@ class Mode(NamedTuple):
     script: str
     # the value of the example's option --kind, or "" if it has no such option
     kind: str = ""
-    # True: it needs servers
+    # True if the mode needs servers
     servers: bool = True
-    # True: its workers form clients
+    # True if the workers form clients
     clients: bool = False
-    # False: it is one process, without a launcher
+    # False if the mode is a single process, which needs no launcher
     launched: bool = True
 
 
@@ -146,7 +146,7 @@ class Board:
 def summary(mode: Mode, records: list[dict[str, Any]], options: argparse.Namespace, wall: float) -> dict[str, Any]:
     """Return the entry of a mode in demo.json.
 
-    "seconds" is the time of the training, "job_seconds" that of the whole job with its start.
+    "seconds" is the time of the training. "job_seconds" is the time of the whole job, which includes its start.
     """
     last = records[-1]
     return {
@@ -245,7 +245,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def write(results: list[dict[str, Any]], title: str, out: Path) -> list[Path]:
-    """Write the two files, and return those that could be written. Print why others could not be."""
+    """Write the two files, and return those that could be written. For the others, print the reason."""
     written = []
     for path in (out / name for name in FILES):
         try:

@@ -70,7 +70,7 @@ def main(options: Settings) -> float:
             rank = kv.rank
             kv.close()
             break
-        # A process has died. recover() waits until a spare has replaced it, and returns the step from which to go on.
+        # A process has died. recover() waits until a spare has replaced it, and returns the step to continue from.
         except mpips.StoreError:
             step = kv.recover().step
     if rank == 0:

@@ -67,8 +67,8 @@ def layers(*widths: int) -> nn.Sequential:
 class Clicks(nn.Module):
     """A network like DLRM (arXiv:1906.00091).
 
-    Its parts are the embeddings, and the output of dense layers to which the numbers go. The parts, and the products of
-    all pairs of parts, go through further layers.
+    Its parts are the embeddings, and the output of dense layers whose input is the numbers. The parts, and the products
+    of all pairs of parts, are the input of further layers.
     """
 
     def __init__(self, table: mpips.Table) -> None:

@@ -35,11 +35,11 @@ def batch(step: int, replica: int) -> tuple[Tensor, Tensor]:
 
 
 def wait_for_place(done: dist.Store) -> None:
-    """Block on a spare until more ranks have died than there are spares before it. Leave if training is over."""
+    """On a spare, wait until more ranks have died than there are spares before it. Exit if the training is over."""
     while ME >= WORKERS and MPI.COMM_WORLD.Get_failed().size <= ME - WORKERS:
         if done.check(["done"]):
             raise SystemExit
-        MPI.COMM_SELF.Iprobe()  # MPI hears of deaths in its calls only
+        MPI.COMM_SELF.Iprobe()  # MPI learns of deaths only in its own calls
         time.sleep(0.05)
 
 
@@ -79,7 +79,7 @@ def main(options: argparse.Namespace) -> None:
         loss.backward()
         optimizer.step()
         time.sleep(options.step_seconds)
-        # Not so if the step was not committed, or if this replica has just taken a later state from a peer.
+        # This is false if the step was not committed, or if this replica has just taken a later state from a peer.
         if manager.current_step() == step + 1:
             mpips.chaos.note(step, loss)
         if step % 100 == 0:

@@ -3,7 +3,7 @@
 mpips run --servers 1 --clients 2 --workers 4 examples/with_trainer.py --kind mpi_async --elastic 1
 mpips run --servers 1 --workers 4 examples/with_trainer.py --kind dist_sync --checkpoints out/digits
 
-With --checkpoints, a job that was killed goes on from its last checkpoint when it is started again.
+With --checkpoints, a job that was killed continues from its last checkpoint when it is started again.
 """
 
 import mpips

@@ -11,7 +11,7 @@ import sys
 
 if sys.version_info < (3, 11):  # noqa: UP036
     # This check must come before all other imports, because older Pythons cannot parse the imported modules. With
-    # SystemExit, `python -m mpips.x` prints the sentence without a traceback.
+    # SystemExit, `python -m mpips.x` prints the error message without a traceback.
     raise (SystemExit if sys.argv[:1] == ["-m"] else ImportError)(
         f"mpips needs Python 3.11 or newer, this is {sys.version.split()[0]}: install one, and make the environment "
         "with it (`python3.11 -m venv .venv`, in a clone `make PYTHON=python3.11`)"

@@ -113,9 +113,9 @@ def run_program() -> None:
 
 
 def name_threads_that_stay() -> None:
-    """Wait for the time limit of a stall. If threads still keep this process alive by then, print their names.
+    """Start a timer. If threads still keep this process alive when it expires, print the names of these threads.
 
-    Called after the program has ended. The wait runs in a timer thread, so this call returns at once.
+    Called after the program has ended. The timer has the time limit for stalls. This call itself returns at once.
     """
 
     def staying() -> list[str]:

@@ -25,7 +25,7 @@ from collectives.simulator.topology import Topology
 
 
 class Flow(NamedTuple):
-    """nbytes from one host to another. Between a host and itself it takes no time except the delay."""
+    """A transfer of `nbytes` between two hosts. From a host to itself it takes no time except the delay."""
 
     source: int
     target: int
@@ -65,7 +65,7 @@ class Traffic:
             gamma: Seconds to add a byte.
 
         Returns:
-            For each rank, the flows with whose end the rank is done.
+            For each rank, the flows that have to end before the rank is done.
         """
         p, lanes = schedule.p, range(len(schedule.lanes))
         begin = [list(flows) for flows in after] if after else [[] for _ in hosts]
@@ -103,11 +103,11 @@ class Traffic:
 
 
 class _Busy(NamedTuple):
-    """What each rank is busy with, while the flows of a collective are made."""
+    """The last flows of each rank so far, while the flows of a collective are created."""
 
     # rank -> host
     hosts: Sequence[int]
-    # rank -> the last flow that it sends, and the last that stands for additions
+    # rank -> the last flow that it sends, and the last flow that stands for its additions
     wire: list[list[int]]
     processor: list[list[int]]
     # True if the lanes of the schedule take turns, so that a rank sends one flow at a time

@@ -60,7 +60,7 @@ def ask(
         name: The lab.
         ranks: Number of hosts. Each runs one rank.
         module: A measuring program, see `rank`.
-        request: What the program shall do.
+        request: The request that the program reads.
         limit: Seconds after which the job is ended.
 
     Raises:

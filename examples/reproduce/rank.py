@@ -30,7 +30,7 @@ def answer(content: dict[str, Any]) -> None:
 
 
 def together(comm: MPI.Comm) -> float:
-    """Let all ranks go on at the same moment, and return that moment (`time.perf_counter`). Collective."""
+    """Let all ranks continue at the same moment, and return that moment (`time.perf_counter`). Collective."""
     comm.Barrier()
     start: float = comm.bcast(time.perf_counter() + SOON)
     time.sleep(max(0.0, start - time.perf_counter()))

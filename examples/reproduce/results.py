@@ -13,7 +13,7 @@ from collectives.terminal import describe_unwritable, write_json, writing
 
 
 class OutFolder(click.Path):
-    """A click type for the folder of the results. It is made; refused if nothing could be written or drawn."""
+    """A click type for the folder of the results. Creates the folder. Refuses it if no files can be written there."""
 
     def __init__(self) -> None:
         super().__init__(file_okay=False, path_type=Path)

@@ -51,8 +51,8 @@ class Case(NamedTuple):
 def exchange() -> float:
     """Return the seconds of an exchange of 4 MiB in each direction between two ranks.
 
-    Each rank sends two chunks at once, and another chunk for each that arrives. Servers answer pushes like this, and an
-    allreduce goes over from its sum to its gather like this.
+    Each rank sends two chunks at once, and one more chunk for each chunk that arrives. Servers answer pushes in this
+    way, and an allreduce passes from its sum to its gather in this way.
     """
     import numpy as np
     from mpi4py import MPI
@@ -192,7 +192,7 @@ def without(argv: Sequence[str], words: Sequence[Sequence[str]]) -> list[str]:
 
 @contextmanager
 def prepared(case: Case) -> Iterator[list[str]]:
-    """Give the argv of a case with its setting. During the block the lab that it needs exists."""
+    """Yield the argv of a case with its setting. Within the context, the lab that the case needs exists."""
     ranks = build_rank_command(["-m", "examples.reproduce.settings", "--work", case.work.__name__])
     if case.in_lab:
         with client.lab(LAB, lay_out(parse(f"star:{case.ranks}", MBIT * 1e6 / 8))):

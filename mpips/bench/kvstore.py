@@ -3,8 +3,8 @@
 Every round pushes new values, and the values that are pulled are checked. With `--optimizer` the servers update weights
 by the values that are pushed, and a worker compares the pulled weights with weights that it has updated itself.
 
-The floor is the time of the memory copies that every push and pull needs: no keys, no signals, no update, only NumPy
-and barriers. For n bytes, W workers and S servers on one node it has three phases:
+The floor is the time of the memory copies that every push and pull needs. They are measured with NumPy and barriers
+only, without keys, signals or updates. For n bytes, W workers and S servers on one node there are three phases:
 
 1. Each worker copies n bytes into shared memory. Arrays of `mpips.empty` need no such copy.
 2. Each server sums its n/S bytes of all W contributions into its own memory.
@@ -52,9 +52,9 @@ from mpips.store.create import create
 from mpips.store.options import kind_of, read, uneven
 
 ARRAYS = ("ordinary", "empty")
-# most keys in one call: more than a model has, and few enough that names and arrays fit in memory
+# The largest number of keys in one call. Models have fewer, and this many names and arrays still fit in memory.
 MOST_KEYS = 10_000
-# number of elements of an array that are set in each round, and checked when they come back
+# number of elements of an array that are set in each round before the push, and checked after the pull
 MARKS = 64
 # elements that the floor sums at a time, so that the sum is still in cache when the next contribution is added
 BLOCK_ELEMENTS = 262_144
@@ -70,7 +70,7 @@ class StoreRow(NamedTuple):
     workers: int
     clients: int
     masters: str
-    # one of ARRAYS
+    # the kind of array, one of ARRAYS
     array: str
     keys: int
     # size of each key
@@ -78,9 +78,9 @@ class StoreRow(NamedTuple):
     repeats: int
     push_s: float
     pull_s: float
-    # a push followed by a pull
+    # time of a push followed by a pull
     push_pull_s: float
-    # one call of pushpull
+    # time of one call of pushpull
     pushpull_s: float
     # The *floor*: the time of the memory copies that no push and pull can avoid (see the module's docstring). None if
     # it was not measured.
@@ -92,11 +92,11 @@ class StoreRow(NamedTuple):
 class StoreOptions(NamedTuple):
     """The options of the command line, parsed and checked."""
 
-    # the kind of store, never one of the paper's aliases
+    # the kind of store by our own name, even if the user gave the paper's name for it
     kind: str
     # sizes of a key, in elements
     counts: list[int]
-    # some of ARRAYS
+    # the kinds of array to time, from ARRAYS
     arrays: list[str]
     optimizer: Optimizer | None
 
@@ -298,9 +298,9 @@ def expected_values(optimizer: Optimizer | None) -> Callable[[float], float]:
 
 
 class TimedRounds:
-    """Timed rounds of `keys` keys with n elements each. The values that a synchronous store returns are checked.
+    """Rounds of pushes and pulls, which are timed. Each round uses `keys` keys with n elements each.
 
-    `expect` is what `expected_values` has returned for these keys.
+    The values that a synchronous store returns are checked. `expect` is the result of `expected_values` for these keys.
     """
 
     def __init__(self, kv: KVStore, n: int, array: str, keys: int, expect: Callable[[float], float]) -> None:
@@ -316,7 +316,7 @@ class TimedRounds:
         self.fused: list[float] = []
 
     def push_then_pull(self) -> None:
-        """Run and time a round of a push and a pull."""
+        """Run one round, a push and then a pull, and record the time of each."""
         number = self._begin()
         start = time.perf_counter()
         self._kv.push(self._key, self._value)
@@ -328,7 +328,7 @@ class TimedRounds:
         self._end(number)
 
     def pushpull(self) -> None:
-        """Run and time a round of a pushpull."""
+        """Run one round, which is a single call of `pushpull`, and record its time."""
         number = self._begin()
         start = time.perf_counter()
         self._kv.pushpull(self._key, self._value, self._out)
@@ -359,7 +359,7 @@ def measure_rounds(
 
     Args:
         array: One of ARRAYS.
-        expect: What `expected_values` has returned for these keys.
+        expect: The result of `expected_values` for these keys.
 
     Returns:
         The number of repeats, and medians in seconds of push, pull, push and pull, and pushpull.

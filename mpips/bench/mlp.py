@@ -113,7 +113,7 @@ def _case(
     steps = _ours(mesh, sizes, x, y)
     if with_torch:
         steps |= _theirs(mesh, sizes, x, y, with_ddp)
-    # Steps in one process run on rank 0, while the other ranks sleep.
+    # A step that needs only one process runs on rank 0, while the other ranks sleep.
     everyone = ("grid", *(name for name in steps if name.startswith("ddp")))
     calls = [step if mesh.comm.rank == 0 or name in everyone else None for name, step in steps.items()]
     timings = dict(zip(steps, measure(mesh.comm, calls, seconds, rounds), strict=True))
@@ -142,7 +142,7 @@ def _ours(mesh: Mesh, sizes: tuple[int, ...], x: np.ndarray, y: np.ndarray) -> d
 
 
 def _theirs(mesh: Mesh, sizes: tuple[int, ...], x: np.ndarray, y: np.ndarray, with_ddp: bool) -> dict[str, TimedCall]:
-    """Return steps of PyTorch, one for each setting. `_ratios` takes the fastest setting."""
+    """Return PyTorch's steps, one for each setting. `_ratios` compares only the fastest of them."""
     steps = {"torch plain": torch_step(sizes, x, y, False), "torch fused": torch_step(sizes, x, y, True)}
     if with_ddp:
         own = slice(*interval(len(x), mesh.batch, mesh.batch_index))
@@ -152,7 +152,7 @@ def _theirs(mesh: Mesh, sizes: tuple[int, ...], x: np.ndarray, y: np.ndarray, wi
 
 
 def _ratios(times: dict[str, np.ndarray]) -> dict[str, float]:
-    """Return the ratios between steps, as medians over the rounds. PyTorch counts with its fastest setting.
+    """Return the ratios between steps, as medians over the rounds. For PyTorch, the fastest setting is used.
 
     A ratio is taken within a round, in which the steps run one after another. So the machine is in about the same state
     for both steps of a ratio.

@@ -30,8 +30,8 @@ CASES = (
 )
 CONTRIBUTORS = (2, 4, 8)
 SUM_ELEMENTS = (1 << 14, 1 << 18, 1 << 22, 1 << 24)
-# most arrays in memory at a time: in measure_update() of Adam, for its own update, the timed copy, and the states of
-# PyTorch's three settings
+# The largest number of arrays that are in memory at a time. measure_update() of Adam needs this many: for its own
+# update, the timed copy, and the states of PyTorch's three settings.
 ARRAYS = 22
 COUNT = Whole(1)
 # PyTorch's implementations of an optimizer
@@ -40,7 +40,7 @@ SETTINGS: dict[str, dict[str, bool]] = {"fused": {"fused": True}, "foreach": {"f
 
 
 class UpdateTiming(NamedTuple):
-    """The result of timing one update. Times are in ms, as medians over the repeats. None: this engine is missing."""
+    """The times of one update in ms, as medians over the repeats. None means that this way to update is missing."""
 
     optimizer: str
     elements: int
@@ -48,19 +48,19 @@ class UpdateTiming(NamedTuple):
     gradients: int
     numpy_ms: float
     compiled_ms: float | None
-    # a copy of as many bytes as one pass of the update reads and writes
+    # time of a copy of as many bytes as one pass of the update reads and writes
     copy_ms: float
-    # PyTorch's setting "fused", and the faster one of its settings "default" and "foreach"
+    # time by PyTorch's setting "fused", and by the faster one of its settings "default" and "foreach"
     fused_ms: float | None
     other_ms: float | None
-    # time of mpips (compiled if there is a kernel, else NumPy) / time of the fastest PyTorch
+    # time of mpips (by the compiled kernel if there is one, else by NumPy) / time of PyTorch's fastest setting
     ratio: float | None
     # largest difference between the weights of mpips and of PyTorch after three updates
     largest_difference: float | None
 
 
 def label(optimizer: optimizers.Optimizer) -> str:
-    """Return the optimizer's name, with its kind of momentum: "SGD nesterov"."""
+    """Return the optimizer's name and its kind of momentum, such as "SGD nesterov"."""
     name = type(optimizer).__name__
     if isinstance(optimizer, optimizers.SGD) and optimizer.momentum:
         return f"{name} nesterov" if optimizer.nesterov else f"{name} momentum"

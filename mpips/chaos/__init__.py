@@ -4,8 +4,8 @@
     run = chaos.watch(["mpips", "run", "-w", "4", "-s", "2", "--spares", "1", "train.py"], plan, limit=120)
     print(chaos.judge(run))
 
-`judge` reports how long the job took to go on after each fault. To be measured, the job's program calls
-`chaos.note(step, loss)` at the beginning of each step. This call costs nothing in a job that is not watched.
+`judge` reports how long the job took to continue after each fault. For this measurement the job's program must call
+`chaos.note(step, loss)` at the beginning of each step. The call costs nothing in a job that is not watched.
 """
 
 from mpips.chaos.faults import (

@@ -16,14 +16,14 @@ from mpips.collectives import files
 
 # kill: the process gets SIGKILL
 # stop: the process is stopped by SIGSTOP for some seconds
-# full: for some seconds no file that the process writes can grow
+# full: for some seconds the process cannot make any file longer, as if the disk were full
 # host: all ranks on the process's host get SIGKILL
 # cut: the NICs of the process's host are down for some seconds
 # slow: the NICs of the process's host have only a share of their rate for some seconds
 KINDS = ("kill", "stop", "full", "host", "cut", "slow")
 # Kinds that hit a whole host. They need a lab (`mpips lab`), a cluster that is emulated on this machine.
 OF_HOSTS = ("host", "cut", "slow")
-# kinds that happen at one moment; the others last some seconds
+# kinds of faults that happen at one moment; all other kinds last some seconds
 AT_ONCE = ("kill", "host")
 ROLES = ("any", "worker", "server", "spare")
 CALLS = (
@@ -42,18 +42,18 @@ CALLS = (
     "recover",
     "close",
 )
-# The time between two drawn faults is between these multiples of the mean.
+# The time between two drawn faults is at least and at most this many times the mean.
 NEAREST, FARTHEST = 0.5, 1.5
 # the smallest share of its rate that a plan may leave to a NIC
 LEAST_SHARE = 0.001
 # the longest time in a plan, in seconds
 LONGEST = 1e8
-# A drawn share of a NIC's rate is between these.
+# the smallest and the largest share of its rate that is drawn for a NIC
 SLOWEST, FASTEST = 0.02, 0.5
 
 
 class PlanError(ValueError):
-    """A plan that makes no sense, or a file without a plan."""
+    """A plan is not valid, or a file contains no plan."""
 
 
 class Point(msgspec.Struct, frozen=True):

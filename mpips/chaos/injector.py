@@ -46,7 +46,7 @@ class RankUp(msgspec.Struct, tag=True, frozen=True):
 class StoreCreated(msgspec.Struct, tag=True, frozen=True):
     """A message from a rank that has made a store. The rank is worker number `worker` of the store's `workers`.
 
-    A process group that can be made anew counts as a store.
+    A process group that can be created again (`reconfigure`) counts as a store.
     """
 
     time: float
@@ -112,7 +112,7 @@ class Injector:
         # name of a call -> how many times the rank has begun that call
         self._counts: Counter[str] = Counter()
         self._store: KVStore | None = None
-        # rank and size in the process group that `mpips.torch` has made anew, if there is one
+        # rank and size in the last process group that `reconfigure` of `mpips.torch` has created, or None
         self._group: tuple[int, int] | None = None
         self._line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._line.connect(str(folder / SOCKET))
@@ -159,7 +159,7 @@ class Injector:
         self.send(StoreCreated(time.monotonic(), self.rank, *self.place()))
 
     def join(self, rank: int, size: int) -> None:
-        """Report that this rank is in a process group that has been made anew."""
+        """Report that this rank is in a process group that `reconfigure` has created."""
         recovered, self._group = self._group is not None, (rank, size)
         if recovered:
             self.send(StoreRecovered(time.monotonic(), self.rank, rank, size, None))
@@ -213,7 +213,7 @@ def watched(create: Create) -> Create:
 
 
 def join_group(rank: int, size: int) -> None:
-    """Report that this rank is in a process group that `mpips.torch` has made anew. Does nothing if not watched."""
+    """Report that this rank is in a process group that `reconfigure` has created. Does nothing if not watched."""
     for injector in _injectors:
         injector.join(rank, size)
 

@@ -1,7 +1,7 @@
-"""Report on a job under faults: how fast it went on, how much it did again, and whether its results changed.
+"""Report on a job under faults: how fast it continued, how much it repeated, and whether its results changed.
 
-The report says how many seconds the job took to go on, how many rounds it did again, and whether its results equal the
-results of a run without faults, bit for bit. All functions are pure. They compute the report from the recorded run.
+The report says how many seconds the job took to continue after each fault, how many rounds it repeated, and whether its
+results equal those of a run without faults, bit for bit. All functions are pure: they only read the recorded run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Outcome(msgspec.Struct, frozen=True):
         host: The host of this rank, if the fault hit a whole host.
         at: When the fault was made, in seconds since the first store was made.
         seconds: The seconds from the fault until every surviving worker has begun a new step. None if the workers did
-            not go on.
+            not continue.
         undone: Why the fault was not made, or "".
     """
 
@@ -49,10 +49,10 @@ class ChaosReport(msgspec.Struct, frozen=True):
         code: The exit code of the job.
         hung: True if the job was ended at its time limit.
         seconds: How long the job ran.
-        repeated: How many rounds were done again after recoveries.
+        repeated: The number of rounds that were repeated after recoveries.
         skipped: How many steps no worker noted.
         bits: "equal" if all notes equal the reference's, or a description of the first difference. "" if there is no
-            reference, and steps that were done again gave the same bits.
+            reference, and repeated steps gave the same bits.
         left: Processes and files that the job left behind.
     """
 
@@ -72,9 +72,9 @@ class ChaosReport(msgspec.Struct, frozen=True):
         return not (self.code or self.hung or self.left) and self.bits in ("", EQUAL)
 
     def percentile(self, percent: float) -> float | None:
-        """Return a percentile (nearest rank) of the seconds that the job took to go on after a fault.
+        """Return a percentile (nearest rank) of the seconds that the job took to continue after a fault.
 
-        Return None if the job did not go on after any fault.
+        Return None if the job did not continue after any fault.
         """
         seconds = sorted(fault.seconds for fault in self.faults if fault.seconds is not None)
         return seconds[max(0, math.ceil(percent / 100 * len(seconds)) - 1)] if seconds else None
@@ -138,10 +138,10 @@ def _notes(messages: Sequence[Message]) -> list[ProgramNote]:
 def _seconds(
     messages: Sequence[Message], time: float, later: Sequence[float], killed: dict[int, float]
 ) -> float | None:
-    """Return the seconds from a fault at `time` until all workers go on, or None if they never do.
+    """Return the seconds from a fault at `time` until all workers continue, or None if they never do.
 
-    First check whether the workers go on before the next of the `later` faults. If they do not, check whether they go
-    on before the fault after that, and so on. One recovery then counts for several faults.
+    First check whether the workers continue before the next of the `later` faults. If they do not, check whether they
+    continue before the fault after that, and so on. One recovery then counts for several faults.
     """
     for end in [*later, math.inf]:
         went_on = _went_on(messages, time, end, killed)
@@ -151,10 +151,10 @@ def _seconds(
 
 
 def _went_on(messages: Sequence[Message], time: float, end: float, killed: dict[int, float]) -> float | None:
-    """Return the time at which all ranks have gone on after a fault at `time`: the last of them began a new step.
+    """Return the time at which all ranks have continued after a fault at `time`: the last rank has begun a new step.
 
     If ranks have recovered between `time` and `end`, all of these ranks must begin a step after their last recovery.
-    Return None if the ranks do not go on before `end`.
+    Return None if the ranks do not continue before `end`.
     """
     before: dict[int, int] = {}
     recovered: dict[int, float] = {}
@@ -179,7 +179,7 @@ def _went_on(messages: Sequence[Message], time: float, end: float, killed: dict[
 
 
 def _repeated(messages: Sequence[Message]) -> int:
-    """Return how many rounds the worker that repeated most did again after its recoveries."""
+    """Return the largest number of rounds that a worker has repeated after its recoveries."""
     again: defaultdict[int, int] = defaultdict(int)
     newest: dict[int, int] = {}
     fresh: set[int] = set()
@@ -196,10 +196,10 @@ def _repeated(messages: Sequence[Message]) -> int:
 
 
 def _bits(notes: Sequence[ProgramNote], reference: Sequence[ProgramNote]) -> str:
-    """Compare the notes of each step and worker with the reference. Return a sentence about the first difference.
+    """Compare the notes of each step and worker with the reference. Return a description of the first difference.
 
-    Notes of a step that was done again are compared with each other, because they must have the same bits. Return
-    "equal" if no notes differ, or "" if no notes differ and there is no reference.
+    The notes of a repeated step are also compared with each other, because they must have the same bits. Return "equal"
+    if no notes differ, or "" if no notes differ and there is no reference.
     """
     wanted = {(note.step, note.worker): note for note in reference}
     for note in sorted(notes, key=lambda note: note.step):

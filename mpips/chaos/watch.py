@@ -73,7 +73,7 @@ def watch(
         limit: Seconds after which the job counts as hung. Then each rank writes its stacks, and the job is ended.
         output: A file for the output of the job. Default: the output of this process.
         lab: The name of the lab in which the job runs.
-        look: A function that is called several times a second with what has been recorded of the run by then.
+        look: A function that is called several times a second with the record of the run so far.
 
     Returns:
         The run, for `judge`.
@@ -194,11 +194,11 @@ class FaultMaker:
         self._plan = plan
         self._ranks = ranks
         self._lab = lab
-        # True once the first store was made. The times of faults count from that moment.
+        # True once the first store was made. The times of faults are measured from that moment.
         self._timed = False
         # heap of the faults to make, each as (time, number of the fault)
         self._due: list[tuple[float, int]] = []
-        # the faults that last now, each as (time at which it ends, fault, rank)
+        # the faults that are active now, each as (time at which it ends, fault, rank)
         self._until: list[tuple[float, Fault, WatchedRank]] = []
 
     def take(self, message: Message) -> None:
@@ -225,7 +225,7 @@ class FaultMaker:
     def make(self) -> None:
         """Make the faults that are due now, and end the faults whose time is over.
 
-        The result of each fault is added to `attempts`, also if the fault could not be made.
+        A record of each fault is added to `attempts`, even if the fault could not be made.
         """
         now = time.monotonic()
         while self._due and self._due[0][0] <= now:
@@ -276,7 +276,7 @@ class FaultMaker:
         return FaultAttempt(number, now, rank.rank, rank.role, host, undone=undone)
 
     def _set_links(self, host: str) -> str:
-        """Set the NICs of a host as the faults require that now last on this host.
+        """Set the NICs of a host according to the faults that are active on this host now.
 
         The NICs are down while a "cut" lasts, and otherwise up. While a "slow" lasts, they keep only a share of their
         rate. Blocks while the command `mpips lab link` runs. Returns "", or the reason why the command failed.

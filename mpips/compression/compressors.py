@@ -168,9 +168,10 @@ def blocks(n: int) -> Iterator[slice]:
 
 @quiet
 def unfit(gradient: np.ndarray, residual: np.ndarray) -> int:
-    """Return the index of the first element whose sum with the residual no payload can hold, or -1.
+    """Add gradient and residual, and return the index of the first sum that no payload can hold, or -1.
 
     No payload can hold NaN, infinity, or numbers beyond the largest float32. They would stay in the residual for ever.
+    The arrays are not changed.
     """
     if kernels.fit(gradient, residual):
         return -1
@@ -268,7 +269,7 @@ class Residuals:
         quietly(np.copyto, kept, values, casting="same_kind")
 
     def forget(self, names: Iterable[Hashable]) -> None:
-        """Drop the residuals of names that are no longer used."""
+        """Discard the residuals of names that are no longer used."""
         for name in names:
             self._kept.pop(name, None)
 
@@ -330,8 +331,8 @@ class TwoBit(Compressor):
 class OneBit(Compressor):
     """Sends every element as the mean of all elements with its sign: 32 times smaller than float32 (Seide et al. 2014).
 
-    The payload is the mean of the elements >= 0, the mean of the others (float32 each), and a bit plane with one bit
-    for each element, which marks the elements >= 0.
+    The payload is the mean of the elements >= 0, the mean of the elements < 0 (float32 each), and a bit plane with one
+    bit for each element, which marks the elements >= 0.
     """
 
     _kernels = kernels.signs, kernels.take_means, kernels.planes
@@ -373,7 +374,7 @@ class OneBit(Compressor):
 
     @staticmethod
     def _values(bits: np.ndarray, payload: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        """Return, for each bit, the mean that it stands for: of the elements >= 0 (bit 1) or of the others (bit 0).
+        """Return the mean for each bit: the mean of the elements >= 0 (bit 1) or of the elements < 0 (bit 0).
 
         The values are computed by arithmetic, because choosing a mean for each element takes three times as long.
         """
@@ -541,8 +542,8 @@ class TopK(Compressor):
         n, k = residual.size, self.count(residual.size)
         if k == 0:
             return True
-        # From a sample, estimate an absolute value that almost surely somewhat more than k elements reach. One pass
-        # collects these elements, the candidates. Then search the k largest among the candidates only.
+        # From a sample, estimate a limit such that the absolute values of a little more than k elements almost surely
+        # reach it. One pass collects these elements, the candidates. Then find the k largest among the candidates.
         sizes = np.empty(min(n, max(4096, min(n // 256, 65536))), residual.dtype)
         if not kernels.sample(gradient, residual, sizes):
             return False

@@ -20,8 +20,8 @@ Array = np.ndarray
 # Number of elements that NumPy handles at a time, so that temporary arrays stay in cache. It is a multiple of 8, the
 # number of bits in a byte of a payload.
 BLOCK = 32 * 1024
-# Number of elements that a kernel handles at a time. It is a multiple of 8, because the compiler vectorizes a loop over
-# elements and a loop over the bytes of a bit plane.
+# Number of elements that a kernel handles at a time. It is a multiple of 8, so that a tile has whole bytes of a bit
+# plane. The compiler can then vectorize a loop over elements and a loop over bytes.
 TILE = 1024
 CONSTANTS = {"TILE": TILE, "BLOCK": BLOCK}
 
@@ -98,7 +98,7 @@ def planes(out: Array, up: Array, down: Array, values: Array, add: int) -> int:
 def signs(gradient: Array, residual: Array, plane: Array, rest: Array, total: Array) -> bool:
     """Write the bit plane of sums >= 0, and add up the sums >= 0 and the other sums.
 
-    The order of the additions within a block of BLOCK elements is that of NumPy: eight columns of each 128 elements,
+    Within a block of BLOCK elements, additions are in the same order as in NumPy: eight columns of each 128 elements,
     then neighbours in pairs.
 
     Args:
@@ -152,7 +152,7 @@ def signs(gradient: Array, residual: Array, plane: Array, rest: Array, total: Ar
 
 @compiled("const stored[], wide[], const wide[]", constants=CONSTANTS)
 def take_means(gradient: Array, residual: Array, values: Array) -> int:
-    """Add the gradient to the residual, and subtract values[1] from sums >= 0 and values[0] from the others."""
+    """Add the gradient to the residual, and subtract values[1] from sums >= 0 and values[0] from sums < 0."""
     below, above = values[0], values[1]
     for i in range(residual.size):
         x = residual[i] + widen(gradient[i])
@@ -185,7 +185,7 @@ def add_halves(out: Array, payload: Array, add: int) -> int:
 
 @compiled("const stored[], const wide[], wide[]", constants=CONSTANTS)
 def sample(gradient: Array, residual: Array, sizes: Array) -> int:
-    """Write the absolute values of a sample of the sums: one sum at a pseudo-random index in each stretch."""
+    """Divide the sums into stretches, and write the absolute value of one pseudo-random sum of each stretch."""
     stretch = residual.size // sizes.size
     word = np.uint64(1)
     for i in range(sizes.size):

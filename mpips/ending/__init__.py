@@ -19,6 +19,6 @@ def end_job_on_error() -> None:
     """From now on, let an error that leaves this rank's program end the job.
 
     `import mpips` calls this. In a program that imports only `collectives`, this is not called until the program uses a
-    name of mpips. Until then, if one of its ranks fails, the others get an error in their next call and may continue.
+    name of mpips. Until then, if a rank fails, the other ranks get an error in their next call and may continue.
     """
     install_hooks()

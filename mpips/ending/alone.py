@@ -1,7 +1,7 @@
 """Notice at the end of a job that its ranks never exchanged anything.
 
-If a program does not find the other ranks, every rank silently trains a model of its own. Rank 0 judges for the whole
-job by its own process, because exchanges without rank 0 are rare. Rank 0 assumes an exchange if its process has started
+If a program does not find the other ranks, every rank silently trains a model of its own. Rank 0 decides for the whole
+job from its own process, because exchanges without rank 0 are rare. It assumes an exchange if its process has started
 MPI or has made a process group of another library. With PyTorch's backend "mpips" a process group is not enough:
 gradients must have gone through it.
 """
@@ -18,9 +18,9 @@ from mpips.store.world import launched_as
 
 
 def remark() -> str:
-    """Return the sentence that rank 0 prints at the end of a job whose ranks have exchanged nothing.
+    """Return the warning that rank 0 prints at the end of a job whose ranks have exchanged nothing.
 
-    Return "" on the other ranks, and if the ranks have exchanged something.
+    On other ranks, or if the ranks have exchanged something, return "".
     """
     rank, size = launched_as(os.environ) or (0, 1)
     if rank or size < 2:

@@ -9,8 +9,8 @@ another host, the lowest surviving rank prints the dead ranks on standard error.
 
 A child that runs a new program, as with `subprocess`, inherits the environment variables by which a launcher tells a
 rank its place. If the child imported MPI, MPI would take the child for that rank and hang. So these variables are
-hidden from children as soon as MPI has started, and a child that imports MPI becomes a world of its own. A forked child
-inherits MPI's memory. So it exits without mpi4py's finalization, which would end MPI or the job.
+hidden from children as soon as MPI has started, and a child that imports MPI gets an MPI world of its own. A forked
+child inherits MPI's memory. So it exits without mpi4py's finalization, which would end MPI or the job.
 
 After the death of a rank, MPI_Finalize of Open MPI hangs in one of five runs, and mpi4py calls MPI_Finalize after the
 interpreter has ended. So this module calls it earlier, in a thread. If the call returns in time, mpi4py sees that MPI
@@ -168,7 +168,7 @@ class _Importing(MetaPathFinder):
 
 @contextmanager
 def _one_sentence() -> Iterator[None]:
-    """Replace mpi4py's long error about a missing MPI library with one sentence. The type of the error stays."""
+    """Replace mpi4py's long message about a missing MPI library with one sentence. The type of the error stays."""
     try:
         yield
     except (ImportError, RuntimeError) as error:
@@ -199,7 +199,7 @@ def _uninterrupted() -> Iterator[list[int]]:
 SURVIVES = "OMPI_MCA_mpi_ft_enable"
 # Seconds that MPI_Finalize may take after the death of a rank. It usually takes some milliseconds.
 AFTER_A_DEATH = 1.0
-# Seconds that MPI_Finalize may take if no death is known. Longer, because MPI_Finalize waits for ranks that are busy.
+# Seconds that MPI_Finalize may take if no death is known. This is longer, because it waits for ranks that are busy.
 OTHERWISE = 20.0
 
 
@@ -227,7 +227,7 @@ def _end_mpi() -> None:
 
 
 def dead() -> list[int] | None:
-    """Return the ranks of the job that are known to have died, or None if MPI does not run or does not know."""
+    """Return the ranks of the job that are known to have died, or None if MPI is not running or cannot tell."""
     if (module := _running()) is None:
         return None
     from mpips.collectives.fabric.failure import dead_ranks
@@ -357,8 +357,8 @@ _lines: list[StatusLine] = []
 def say_role(role: str, step: int | None = None) -> None:
     """Tell the launcher that this rank, a spare until now, has got a role, and its first step if that is known.
 
-    An example of a role is "worker of client 1". The launcher then names the process by this role. From then on the end
-    of this process counts for the job.
+    An example of a role is "worker of client 1". The launcher then names the process by this role. From then on, the
+    result of the job also depends on how this process ends.
     """
     for line in _lines:
         line.has_role(role, step)

@@ -1,11 +1,11 @@
 """An uncaught error ends the job: it is printed once for all ranks that share it, and then all ranks are ended.
 
 A rank other than 0 with an uncaught error waits a moment for another rank to announce the same error. Two errors count
-as the same if their types, their sentences (without the rank in front) and their places in the user's program are
-equal. If mpips itself wrote the sentence, equal sentences are enough. If another rank announces the same error, this
+as the same if their types, their messages (without the rank in front) and their places in the user's program are
+equal. If mpips itself wrote the message, equal messages are enough. If another rank announces the same error, this
 rank prints nothing. Otherwise this rank prints its own error, announces it to the other ranks, and ends the job. So an
 error that only one rank has is always printed. A rank whose error is about another rank's mistake waits longer, because
-the traceback of that other rank is the one to show.
+the traceback of that other rank should be shown instead.
 """
 
 from __future__ import annotations
@@ -186,7 +186,9 @@ def is_alone() -> bool:
 
 
 def end_unstarted(what: str, code: int = 1) -> None:
-    """Print `what` happened, and end the job. Called on a rank that has not started MPI, which must exit with `code`.
+    """Print what has happened (`what`), and end the job. Called on a rank that has not started MPI.
+
+    The rank must then exit with `code`.
 
     MPI is not started only to abort it, because its start waits for all other ranks, and these may be busy or may have
     left. With Open MPI's mpirun the exit code is enough to end the job. But mpirun may crash if other ranks are just
@@ -292,8 +294,8 @@ def _identity(error: BaseException | None, trace: TracebackType | None) -> Hasha
     """Return a value that is equal on two ranks if their errors should be printed only once.
 
     When a caller's mistake breaks a collective call, the rank with the mistake may raise a ValueError. The ranks that
-    wait for it raise a CollectiveError with the same sentence at other lines. So for such errors only the sentence
-    counts.
+    wait for it raise a CollectiveError with the same message at other lines. So for such errors only the messages are
+    compared.
     """
     sentence = _nameless(str(error))
     if getattr(error, "of_caller", False):
@@ -303,12 +305,12 @@ def _identity(error: BaseException | None, trace: TracebackType | None) -> Hasha
 
 
 def _nameless(sentence: str) -> str:
-    """Remove the rank at the start of a sentence, so that equal errors of two ranks compare equal."""
+    """Remove the rank at the start of an error message, so that equal errors of two ranks compare equal."""
     return re.sub(r"^rank \d+: ", "", sentence)
 
 
 def _is_told(error: BaseException | None) -> bool:
-    """True if mpips wrote the sentence of this error, and the sentence is about the mistake of another rank."""
+    """True if mpips wrote the message of this error, and the message is about the mistake of another rank."""
     from mpi4py import MPI
 
     named = re.match(r"(?:\w+: )?rank (\d+): ", str(error)) if getattr(error, "of_caller", False) else None
@@ -366,7 +368,7 @@ def _users(error: BaseException, trace: TracebackType | None) -> TracebackType |
 
 
 def _is_raised_by_us(error: BaseException, innermost: TracebackType) -> bool:
-    """True if a `raise` statement in mpips raised this error, so that its sentence is meant for the user."""
+    """True if a `raise` statement in mpips raised this error, so that its message is meant for the user."""
     code = innermost.tb_frame.f_code.co_code
     meant = code[innermost.tb_lasti] == dis.opmap["RAISE_VARARGS"] and not isinstance(error, AssertionError)
     return meant and is_ours(innermost.tb_frame)

@@ -436,7 +436,7 @@ def barrier(process_set: ProcessSet = WORLD) -> None:
 def join(device: int = -1) -> int:
     """Tell the other ranks that this rank has no more batches. Return the rank that called `join` last.
 
-    Blocks until all ranks have called `join`. Until then this rank contributes zeros to the allreduces of the others.
+    Blocks until all ranks have called `join`. Until then this rank contributes zeros to the other ranks' allreduces.
     `device` is ignored.
     """
     return synchronize(_begin("join", [], "join", WORLD, int))

@@ -158,7 +158,7 @@ class _Distributed(torch.optim.Optimizer):
         # parameter -> remaining backward passes of this step
         self._left: dict[Tensor, int] = {}
         # Parameters whose gradients are being reduced. The first parameter of each group maps to the function that
-        # waits for the group, and the others map to None.
+        # waits for the group, and the other parameters map to None.
         self._under_way: dict[Tensor, Callable[[], list[Tensor]] | None] = {}
         self._hooked: set[Tensor] = set()
         self._synchronized = False

@@ -312,7 +312,7 @@ def _encode(leaf: jax.Array, op: str) -> list[jax.Array]:
 
 
 def _decode(leaf: Any, parts: list[jax.Array]) -> jax.Array:
-    """Return the result for a leaf, given the results for its real arrays. The inverse of `_encode`."""
+    """Return the result for a leaf, given the results for the real arrays that `_encode` made of it."""
     if len(parts) == 2:
         return jax.lax.complex(*parts)
     return parts[0].astype(bool) if jax.numpy.result_type(leaf).kind == "b" else parts[0]

@@ -270,7 +270,7 @@ def _handle(address: int) -> int | None:
             site.call(frame)
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
-            # The main thread raises KeyboardInterrupt when XLA returns.
+            # This makes the main thread raise KeyboardInterrupt when XLA returns.
             _thread.interrupt_main()
         sentence = str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
         said = ErrorArguments(ctypes.sizeof(ErrorArguments), None, sentence.encode(), ABORTED)

@@ -110,7 +110,7 @@ def pull(kv: KVStore, name: str, tree: Tree) -> Tree:
 
 
 def keys(name: str, leaves: int) -> list[str]:
-    """Return the keys of a tree that has `leaves` leaves."""
+    """Return the names of the keys for a tree that has `leaves` leaves."""
     return [f"{name}/{number}" for number in range(leaves)]
 
 

@@ -126,7 +126,7 @@ def command(**given: Any) -> None:
     except Exception:
         if comm.size == 1:
             raise
-        # An unforeseen error on one rank must end all ranks, because the others would wait for this rank for ever.
+        # An unforeseen error on one rank must end all ranks, because the other ranks would wait for this rank for ever.
         traceback.print_exc()
         sys.stderr.flush()
         comm.Abort(1)

@@ -46,7 +46,7 @@ class CheckpointHeader(msgspec.Struct):
     updates: int
     # in mixed precision: (loss scale, updates without overflow since the scale changed)
     loss_scale: tuple[float, int] | None = None
-    # how the rows were dealt; None if saved without data
+    # the rule by which rows were dealt to the ranks; None if the checkpoint was saved without data
     rule: DealRule | None = None
     # names of the classes 0, 1, ...; empty if the classes have no names
     labels: tuple[str, ...] = ()
@@ -74,7 +74,7 @@ def collect(worker: Worker) -> MLP:
 
 
 def save_checkpoint(path: str, worker: Worker, data: Data | None = None) -> None:
-    """Write the whole network, the optimizer with its state, and how the data were scaled and dealt.
+    """Write the network, the optimizer with its state, and the rules by which rows were scaled and dealt to ranks.
 
     Collective over the mesh; blocking. Layers are gathered one after another on rank 0, which must have memory for the
     whole network and state. Rank 0 writes a temporary file beside `path` and renames it, so an old checkpoint survives
@@ -280,10 +280,10 @@ def _place(split: Split, index: int) -> tuple[slice, ...]:
 
 
 def _gather(worker: Worker, index: int, flat: np.ndarray) -> np.ndarray:
-    """Gather parameter `index` on model index 0. Collective over the model communicator.
+    """Gather the whole of parameter `index` on the rank with model index 0. Collective over the model communicator.
 
-    `flat` is an array laid out as the flat parameters. The other ranks return their own copy if they hold the whole
-    parameter, else an empty array.
+    `flat` is an array laid out as the flat parameters. Other ranks return a copy of the parameter if they hold all of
+    it, else an empty array.
     """
     network, comm, layer = worker.network, worker.mesh.model_comm, index // 2
     own = on_host(network.views(flat)[index])

@@ -19,7 +19,7 @@ class PhaseClock:
 
     def __init__(self) -> None:
         self.reset()
-        # number of messages in flight, and the time when the first of them left
+        # number of messages in flight, and the time when the first of them was sent
         self._messages = 0
         self._since = 0.0
 
@@ -29,7 +29,7 @@ class PhaseClock:
         self.under_way = 0.0
 
     def sent(self) -> None:
-        """Note that a message has left."""
+        """Note that a message has been sent."""
         if not self._messages:
             self._since = perf_counter()
         self._messages += 1
@@ -50,7 +50,7 @@ class PhaseClock:
         self.add(phase, start)
 
     def add(self, phase: str, since: float) -> None:
-        """Add the time since `since`, a perf_counter(), to `phase`."""
+        """Add to `phase` the seconds that have passed since `since`, a value of perf_counter()."""
         self.seconds[phase] += perf_counter() - since
 
     def communication(self) -> float:

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class TrainingError(ValueError):
-    """Training cannot start or go on: bad data, arguments that differ, a mesh that does not fit the job.
+    """Training cannot start or continue: bad data, arguments that differ, a mesh that does not fit the job.
 
     All ranks of the communicator raise it with the same message.
     """
@@ -95,7 +95,7 @@ def parse(text: str) -> tuple[int, int]:
 
 
 def misfit(batch: int, model: int, ranks: int) -> str | None:
-    """Return an error message if batch x model is not `ranks`, else None."""
+    """Return an error message if a mesh of `batch` x `model` does not have `ranks` ranks, else None."""
     if batch * model == ranks and batch > 0:
         return None
     fitting = ", ".join(f"{b}x{m}" for b, m in factorings(ranks))
@@ -169,8 +169,8 @@ def alike(
     Args:
         call: Name of the call, for the message.
         arguments: Name -> value. Values are compared as texts.
-        problem: This rank's error message if its arguments are wrong, else None. All ranks raise the message of any
-            rank.
+        problem: This rank's error message if its arguments are wrong, else None. If any rank has a message, all ranks
+            raise it.
         noun: What the message calls an argument.
     """
     if comm.size == 1:
@@ -185,7 +185,7 @@ def alike(
 
 
 def arguments_of(specification: Specification, optimizer: Optimizer | None, mode: str | None) -> dict[str, object]:
-    """Return name -> value of the settings of a network, its optimizer and its split mode, for `alike`."""
+    """Return a dict by name of the settings of a network, its optimizer and its split mode, for `alike`."""
     found: dict[str, object] = {
         "network": "-".join(map(str, specification.sizes)),
         "activation": specification.activation,

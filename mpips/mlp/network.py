@@ -37,12 +37,12 @@ _FEWEST_OUTPUTS_PER_RANK = 8
 _DRAWN_ELEMENTS = 1 << 20
 # floating-point operations between two polls of the messages in flight: about 0.3 ms on one core
 _BLOCK_FLOPS = 3e7
-# bytes of a block over which several functions run in turn: half the cache that a core usually has for itself
+# size in bytes of a block that several functions process in turn: half of the cache that a core usually has for itself
 _CACHED_BYTES = 512 << 10
 # fewest rows of a block in a matrix product; smaller products lose speed
 _FEWEST_BLOCK_ROWS = 64
 
-# called with the number of a layer, from 0
+# a function that is called with the number of a layer, from 0
 LayerHook = Callable[[int], object]
 # empty(count, dtype) -> 1-D array of `count` elements
 Empty = Callable[[int, np.dtype], np.ndarray]
@@ -57,10 +57,10 @@ class Specification(NamedTuple):
     activation: str
     # a key of LOSSES
     loss: str
-    # "float32", "float64", or "mixed": weights, sums and optimizer state are float32, but what ranks send each other
-    # between nodes is float16, under a loss scale (Micikevicius et al., Mixed precision training, 2018)
+    # "float32", "float64", or "mixed". In "mixed", weights, sums and optimizer state are float32, but messages between
+    # nodes are float16, with a loss scale (Micikevicius et al., Mixed precision training, 2018).
     dtype: str
-    # determines the first weights
+    # the seed of the first weights
     seed: int
 
 
@@ -148,7 +148,7 @@ def draw_weight(out: np.ndarray, specification: Specification, layer: int, first
     """Draw the first weights of a slice of a layer's matrix. Local. Every way to cut the network gives equal weights.
 
     Element (r, c) of layer l is number ``r * columns + c`` of the random stream seeded by (seed, l), drawn uniformly in
-    float64. The variance is that of He et al. (2015) before a ReLU, and 1/fan-in otherwise. A rank that holds a slice
+    float64. The variance is as in He et al. (2015) before a ReLU, and 1/fan-in otherwise. A rank that holds a slice
     jumps to the slice's place in the stream. So every mesh starts from the same matrices, and no matrix is sent. (In
     the paper the model ranks drew unrelated slices.)
 
@@ -220,7 +220,7 @@ def _softmax(
 ) -> float:
     """Return the sum over samples of the cross-entropy ``-log softmax(output)[target]``.
 
-    `target` holds class numbers, (samples,). The other arguments are those of `_l2`.
+    `target` holds class numbers, (samples,). The other arguments are as in `_l2`.
     """
     samples = xp.arange(output.shape[1])
     np.subtract(output, output.max(axis=0, keepdims=True) if output.size else 0, out=scratch)
@@ -333,7 +333,7 @@ class Network:
         self.flat_gradients = self._empty(sum(elements), self.dtype)
         self.parameters = self.views(self.flat_parameters)
         self.gradients = self.views(self.flat_gradients)
-        # memory of each layer for `_capacity` samples, which is the largest number of samples in a step until now
+        # `_blocks` is the memory of each layer for `_capacity` samples, the largest number of samples in a step so far.
         self._capacity = -1
         self._blocks: list[tuple[np.ndarray, ...]] = []
         # number of samples in a step -> views of `_blocks` for that many samples

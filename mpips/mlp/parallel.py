@@ -301,7 +301,7 @@ class LocalUpdate:
             self._optimizer.update(parameters, gradients, self._state, step)
 
     def fetch(self) -> State:
-        """Return the optimizer's state, laid out as the flat parameters. The result is valid at batch index 0."""
+        """Return the optimizer's state, laid out as the flat parameters. It is valid only on ranks of batch index 0."""
         return self._state
 
     def restore(self, state: State, step: int) -> None:
@@ -343,10 +343,10 @@ class LossScale:
     scale adapts. If gradients overflow float16, the update is skipped and the scale is halved. After `GROWTH`
     consecutive updates without overflow, the scale doubles.
 
-    All ranks of the mesh must decide alike. The network's gradients are cut into slices, one for each model rank. The
-    batch ranks that hold the same slice have summed its gradients, so they all look at the same sums. The ranks of one
-    model look at different slices, and an overflow may be in only one of them. So each of these ranks counts 1 if it
-    saw an overflow, and they sum their counts. If the total is above 0, all of them skip the update.
+    All ranks of the mesh must make the same decision. The network's gradients are cut into slices, one for each model
+    rank. The batch ranks that hold the same slice have summed its gradients, so they all check the same sums. The ranks
+    of one model check different slices, and an overflow may be in only one slice. So each of these ranks contributes 1
+    to a sum if it has found an overflow. If the sum is above 0, all of them skip the update.
 
     Source: Micikevicius et al., "Mixed precision training" (2018), section 3.2.
     """
@@ -356,7 +356,7 @@ class LossScale:
         # updates without overflow since the scale last changed
         self.good = 0
         self._comm = model_comm
-        # 1 element: the number of ranks of the model that saw an overflow
+        # 1 element: the number of ranks of the model that have found an overflow
         self._bad = np.zeros(1)
 
     @quiet

@@ -170,9 +170,10 @@ class MLP:
         return outputs
 
     def accuracy(self, x: np.ndarray, y: np.ndarray) -> float:
-        """Return the share of the samples x, (samples, features), that are put in their class y, (samples,).
+        """Return the share of samples, from 0 to 1, that the network classifies correctly.
 
-        Raises ValueError if x or y does not have this shape.
+        x, (samples, features), are inputs, and y, (samples,), are the right class numbers. Raises ValueError if x or y
+        has another shape.
 
         >>> 0 <= mpips.mlp.MLP([2, 4, 3], loss="softmax").accuracy(np.ones((3, 2)), np.zeros(3, int)) <= 1
         True

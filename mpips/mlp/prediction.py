@@ -367,7 +367,8 @@ def step_seconds(
         reductions: Lowest layer of a bucket -> seconds that the batch ranks need to sum the bucket's gradients.
         spans: The communicators whose messages travel during computation.
     """
-    # now: time of the computation; free: when the link is free; needed: when the sum that was begun is done
+    # now: the time that the computation has reached; free: the time at which the link becomes free; needed: the time at
+    # which the sum that was begun last is complete
     now = free = needed = 0.0
     arrivals: dict[int, float] = {}
     for kind, number, compute in events:

@@ -101,7 +101,7 @@ class Servers:
         self._members: MPI.Intracomm = MPI.COMM_NULL  # type: ignore[assignment]
         # number of servers of this rank's group
         self._share = 0
-        # The servers wait in join() for one of two answers: training begins (opened) or was refused (gone).
+        # The servers wait in join() until training begins (`_opened`) or the workers give it up (`_gone`).
         self._opened = self._gone = False
         # the store; set only on a leader, once training has begun
         self._store: KVStore | None = None
@@ -150,8 +150,8 @@ class Servers:
     def give_up(self, sentence: str) -> None:
         """Release the servers from `join` because there will be no training. Collective over the workers.
 
-        The servers raise TrainingError with this sentence, and the caller must then raise the same error. Once training
-        has begun, this call has no effect.
+        The servers raise TrainingError with `sentence` as its message, and the caller must then raise the same error.
+        Once training has begun, this call has no effect.
         """
         if not (self._opened or self._gone):
             self._gone = True
@@ -193,7 +193,7 @@ class Servers:
         return LocalUpdate(network, mesh, optimizer, clock, beside, clients=self.clients, exchange=centre.exchange)
 
     def close(self) -> None:
-        """Let the servers end. Collective over the workers. If nobody calls this, the end of the process does it."""
+        """End the servers. Collective over the workers. Without this call, the servers end when the workers exit."""
         if self._store is not None:
             self._store.close()
 
@@ -278,16 +278,17 @@ class SliceGroup:
 
 
 class SynchronousUpdate:
-    """Updates weights through sync servers: it pushes gradients and pulls weights. Each layer of a slice has a key.
+    """Pushes gradients to sync servers, which update the weights, and pulls the new weights.
 
-    It has the methods of `LocalUpdate`.
+    Each layer of a slice has a key.
+    It has the same methods as `LocalUpdate`.
 
     Args:
         store: None on a worker that does not lead its group.
         overlap: Push gradients during the backward pass. This has no effect if the group has several ranks.
     """
 
-    # servers do not take mixed precision
+    # There is no loss scale, because servers do not support mixed precision.
     loss_scale = None
 
     def __init__(
@@ -368,7 +369,7 @@ class SynchronousUpdate:
         return state
 
     def restore(self, state: State, step: int) -> None:
-        """Set the optimizer state on the servers to that after `step` updates."""
+        """Load `state`, the optimizer's state after `step` updates, into the servers."""
         wholes = [self._group.whole(array) for array in state]
         for whole, array in zip(wholes, state):
             self._group.gather(array, whole)

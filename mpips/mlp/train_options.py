@@ -171,7 +171,7 @@ def too_large(
     if mesh is not None:
         batch, model = mesh.batch, mesh.model
     else:
-        # A prediction also tries the mesh on which every rank holds the whole network.
+        # With --grid auto and --explain, steps are also timed for the mesh on which every rank holds the whole network.
         batch, model = (comm.size, 1) if o.grid_text == "auto" else parse(o.grid_text)
         model = 1 if o.explain else model
     sizes, columns, ranks = specification.sizes, opened.features + opened.targets, place_on_node(comm)[1]

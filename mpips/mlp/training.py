@@ -1,4 +1,4 @@
-"""`train`: check that arguments agree and fit, run the epochs, and take the steps of one rank's `Worker`.
+"""`train`: check that the arguments fit together on all ranks, and run the epochs. `Worker` makes one rank's steps.
 
 Source: the paper, section 7, Algorithm 3. With one model rank this is Algorithm 1, and with one batch rank Algorithm 2.
 """
@@ -80,7 +80,7 @@ class TrainingChoices(NamedTuple):
     servers: Servers | None
 
     def arguments(self, model: MLP | Network) -> dict[str, object]:
-        """Return name -> value of these choices and of the network's specification, for `mesh.alike`."""
+        """Return a dict of these choices and of the network's specification by name, for `mesh.alike`."""
         return arguments_of(model.specification, self.optimizer, self.mode) | {
             "array module": model.xp.__name__,
             "mesh": self.mesh,
@@ -106,9 +106,9 @@ def train(
 ) -> Trained:
     """Train a network on the ranks of a mesh.
 
-    Collective over the mesh; blocking. Every rank returns the same history. The minibatches do not depend on the mesh,
-    and so the losses do not either, up to rounding. With elastic `servers`, every client has weights and rows of its
-    own, and losses are means over the clients.
+    Collective over the mesh; blocking. Every rank returns the same history. Minibatches are the same on every mesh, so
+    the losses are also the same, up to rounding. With elastic `servers`, every client has weights and rows of its own,
+    and losses are means over the clients.
 
     Args:
         model: The network. Training starts from its weights.
@@ -212,7 +212,7 @@ class Worker:
     """The slice of a network that this rank of the mesh trains, with the object that updates its weights.
 
     Creating a `Worker` is collective over the mesh. Training starts from the weights of `model`. If its arrays exist
-    already (`MLP.used`), they must be equal on every rank. If not, the weights are those of the seed.
+    already (`MLP.used`), they must be equal on every rank. Otherwise the weights are drawn by the model's seed.
 
     Args:
         mode: How model ranks cut the layers: "pairs" or "columns".
@@ -248,7 +248,7 @@ class Worker:
             start(self.network)
         # steps taken, including those before a checkpoint
         self.updates = 0
-        # seed, test share and batch with which the rows of a checkpoint were dealt; None if they are not known
+        # the seed, test share and batch by which the rows were dealt before the checkpoint; None if they are not known
         self.rule: DealRule | None = None
         # names of the classes 0, 1, 2, ...; empty if the classes have no names
         self.labels: tuple[str, ...] = ()
@@ -355,7 +355,7 @@ def _agree(
 ) -> TrainingChoices:
     """Return the choices of how to train, after checking that they are equal on all ranks. Collective.
 
-    If `worker` continues an earlier run, its choices count, and the arguments must not contradict them. Raise
+    If `worker` continues an earlier run, its choices are used, and the arguments must not contradict them. Raise
     TrainingError on every rank if the ranks' choices, data or first weights differ.
     """
     how, problem = asked if worker is None else worker.choices, None
@@ -378,7 +378,8 @@ def _agree(
         arguments |= {"data": "a function that opens them"}
         arguments |= {name: loading.get(name, "not given") for name in _LOADING}
     alike(comm, "train", arguments, problem or _wrong_loading(data, how.mesh, loading))
-    # If no rank has used its model yet, all have the weights of the seed, and a checksum would allocate all weights.
+    # If no rank has used its model yet, all models have the same weights, those of the seed. Then do not compute a
+    # checksum, which would allocate all weights.
     if worker is None and any(comm.allgather(model.used)):
         weights = np.ascontiguousarray(on_host(model.flat_parameters))
         alike(comm, "train", {"checksum of the network's weights": f"{zlib.crc32(weights.data):08x}"})

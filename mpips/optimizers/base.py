@@ -84,7 +84,7 @@ def at(number: Number, step: int) -> float:
 
 
 def initial(optimizer: Optimizer, weights: np.ndarray) -> list[np.ndarray]:
-    """Return `optimizer.init(weights)`, checked.
+    """Return the arrays of state that `optimizer.init(weights)` creates.
 
     Raises ValueError unless every array of state has the shape of the weights.
     """

@@ -41,6 +41,5 @@ class Elastic2(Elastic1):
 
         w = w - alpha * (w - rescale * centre)
 
-    The update is that of `Elastic1`, with the pulled centre in place of the gradient: `update(weights, centre, (),
-    step)`.
+    It updates like `Elastic1`, with the pulled centre in place of the gradient: `update(weights, centre, (), step)`.
     """

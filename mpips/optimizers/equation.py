@@ -28,12 +28,12 @@ from mpips.optimizers import trace
 from mpips.optimizers.base import Optimizer, State, Updated, Value, Values, working_dtype, zeros
 from mpips.optimizers.trace import Tape, Untraceable, pair
 
-# bytes that one array has in a block
+# size in bytes of one array's part of a block
 BLOCK_BYTES = 384 * 1024
 LOG = log.get("mpips.kernels")
 # number of weights on which `registry.create` tries an optimizer; no kernel is compiled for this number
 TRIAL = 2
-# most gradients that one kernel sums; if there are more, NumPy first sums the surplus
+# largest number of gradients that one kernel sums; if there are more, NumPy first sums the surplus
 MOST_PARTS = 64
 
 _local = threading.local()
@@ -171,8 +171,8 @@ class _Way(NamedTuple):
 def _way(optimizer: Equation, dtype: np.dtype, parts: int, ask: bool, by_rows: bool = False) -> _Way:
     """Return the `_Way` in which an optimizer updates weights, or rows of weights (`by_rows`).
 
-    It has a kernel only if `ask` is True. An optimizer that cannot be hashed, because an option is an array or a
-    list, is recorded again at every call.
+    The `_Way` has a kernel only if `ask` is True. If an optimizer cannot be hashed, because an option is an array or a
+    list, its equation is recorded again at every call.
     """
     try:
         return _known_way(optimizer, dtype, parts, ask, by_rows)
@@ -335,7 +335,7 @@ def _block(name: str, dtype: np.dtype, length: int, like: np.ndarray) -> np.ndar
 def prepare(optimizer: Optimizer | None, dtype: np.dtype, parts: int = 1, elements: int = 0) -> None:
     """Load the compiled kernel of an optimizer, as `Equation.prepare` says. Blocking, up to a second or two.
 
-    Does nothing if there is no optimizer, or if the optimizer is not an `Equation`: those have no kernel.
+    Does nothing if `optimizer` is None, or is not an `Equation`. Only an `Equation` has a kernel.
     """
     if isinstance(optimizer, Equation):
         optimizer.prepare(dtype, parts, elements)

@@ -163,7 +163,7 @@ def describe(optimizer: Optimizer | None) -> str:
 
 
 def _is_own(optimizer: Optimizer) -> bool:
-    """True if the class is the program's own."""
+    """True if the optimizer's class is defined by the user's program, not by mpips."""
     return type(optimizer) not in _BUILT_IN.values()
 
 
@@ -239,7 +239,7 @@ def _plain(option: str, value: object) -> Any:
 
 
 def _from_plain(value: object) -> object:
-    """Return the option whose plain data `_plain` returned."""
+    """Convert plain data that `_plain` has returned back to the option."""
     if isinstance(value, list):
         return tuple(_from_plain(part) for part in value)
     if not isinstance(value, dict):

@@ -31,7 +31,7 @@ class Groups:
         self.own: dict[Name, Optimizer] = dict(own or {})
 
     def of(self, key: Name) -> Optimizer | None:
-        """Return the optimizer of a key. None means that the key's value becomes the sum of what is pushed."""
+        """Return the optimizer of a key. None means that the key's value becomes the sum of the pushed values."""
         return self.own.get(key, self.default)
 
     def set(self, optimizer: Optimizer, keys: Iterable[Name] | None = None) -> None:

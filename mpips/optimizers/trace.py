@@ -68,19 +68,19 @@ OF_BOOLS = (
 )
 
 
-# a sample element: operations are run on samples to find out the dtypes of results
+# A sample element. To find the dtype of a result, its operation is run on sample elements.
 ONE = np.float32(1)
 
 
 class Untraceable(TypeError):
-    """The equation looks at values, or calls a function that cannot be recorded.
+    """The equation depends on the values of its arguments, or calls a function that cannot be recorded.
 
     The equation itself is then called at every update.
     """
 
 
 class TracedOperation(NamedTuple):
-    """`result = function(inputs)`. Inputs and result are numbers of values. If `function` is None, copy the input."""
+    """`result = function(inputs)`, where inputs and result are indices (see `Tape`). If `function` is None, a copy."""
 
     function: Function | None
     inputs: tuple[int, ...]
@@ -90,7 +90,7 @@ class TracedOperation(NamedTuple):
 class Tape:
     """A recorded equation.
 
-    Each of its values is known by a number: 0 is the weight and 1 the gradient. Then follow the arrays of state, the
+    Each value in the equation has an index: 0 is the weight and 1 the gradient. Then follow the arrays of state, the
     numbers of the step, and the constants and results in the order of their appearance.
     """
 
@@ -109,12 +109,12 @@ class Tape:
         self.operations: list[TracedOperation] = []
         # constants in the equation, in the order in which they follow the numbers of the step
         self.constants: list[float] = []
-        # values that are scalars: the numbers of the step, then the constants
+        # indices of the values that are scalars: the numbers of the step, then the constants
         self.scalars = list(range(2 + slots, 2 + slots + numbers))
-        # values that are bools
+        # indices of the values that are bools
         self.truths: set[int] = set()
         self._next = 2 + slots + numbers
-        # repr of a constant -> number of its value. The key is the repr, because 0.0 and -0.0 are equal.
+        # repr of a constant -> its index. The key is the repr, because 0.0 and -0.0 are equal.
         self._constant: dict[str, int] = {}
         w, g, *others = (Symbol(self, value) for value in range(self._next))
         try:
@@ -123,12 +123,12 @@ class Tape:
             # The equation may have used a method that symbols lack. If the equation itself is wrong, it raises the same
             # error again when it is called with arrays.
             raise Untraceable(str(error)) from error
-        # numbers of the values that are the new weight and the new state
+        # indices of the new weight and the new arrays of state
         self.results = [self.value_of(one) for one in pair(given, slots)]
         self.program = placed(self)
 
     def value_of(self, operand: object) -> int:
-        """Return the number of the value of an operand, which is a symbol or a constant."""
+        """Return the index of an operand, which is a symbol or a constant. A new constant gets the next free index."""
         if isinstance(operand, Symbol):
             if operand.tape is not self:
                 raise Untraceable("it has a value of another equation")
@@ -253,10 +253,10 @@ class Symbol(NDArrayOperatorsMixin):
 
 
 class TracedProgram(NamedTuple):
-    """The operations of a tape, on places in a list of arrays instead of values.
+    """The operations of a tape. Their inputs and results are places in a list of arrays, instead of indices of values.
 
-    From 0 on, the places are weight, gradient, state, numbers, constants, and `blocks` blocks of memory. Masks (arrays
-    of bools) have the places -1, -2, ..., because `Tape.run` puts them at the end of its list.
+    Places 0, 1, 2, ... are the weight, the gradient, the state, the numbers, the constants, and `blocks` blocks of
+    memory. Masks (arrays of bools) have the places -1, -2, ..., because `Tape.run` puts them at the end of its list.
     """
 
     steps: list[TracedOperation]
@@ -265,7 +265,7 @@ class TracedProgram(NamedTuple):
 
 
 class _Blocks:
-    """Hands out the places of one kind, and reuses those that are given back."""
+    """Assigns places of one kind (blocks or masks), and reuses places that are given back."""
 
     def __init__(self, first: int, step: int) -> None:
         self.first = first
@@ -312,7 +312,7 @@ def placed(tape: Tape) -> TracedProgram:
         for one in dying - {place[result]}:
             if one < 0 or one >= blocks.first:
                 (masks if one < 0 else blocks).give(one)
-    # results that are not yet where they belong: (place to which the result must get, value)
+    # results that are not in their final place yet: (final place, index of the value)
     astray = [(target, value) for target, value in zip(targets, tape.results) if place[value] != target]
     for _, value in astray:
         # Another result must be written to this place, so this one is moved out of the way first.
@@ -324,7 +324,7 @@ def placed(tape: Tape) -> TracedProgram:
     return TracedProgram(steps, blocks.count, masks.count)
 
 
-# ---- The text of a kernel: a loop over elements, a sum, or the rows of a table. `lines` are those of `Tape.loop`.
+# ---- The text of a kernel: a loop over elements, a sum, or the rows of a table. `lines` is the result of `Tape.loop`.
 
 
 # A kernel sums this many elements of the gradients, and then updates the weights by the sum, which stays in L1 cache.

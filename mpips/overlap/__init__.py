@@ -1,4 +1,4 @@
-"""Overlap communication with compute: which layers travel together, in plans and in training (MG-WFBP, iBatch).
+"""Overlap communication with compute: plan which layers share a message, and train by the plan (MG-WFBP, iBatch).
 
     profile = mpips.overlap.load_profile("job.json")          # Trainer.profile measures one
     best = mpips.overlap.plan(profile, "optimal")             # groups (buckets), predicted seconds, timeline

@@ -184,7 +184,7 @@ def _sizes(profile: Profile, nodes: tuple[int, ...] | None) -> tuple[int | None,
 
 
 def _show(found: list[OverlapPlan], profile: Profile) -> None:
-    """Show a table that fits into the terminal. It cuts lists of groups short; --json has all groups."""
+    """Show a table that fits into the terminal. Long lists of groups are shortened; --json has all groups."""
     alone = profile.forward_s + profile.backward_s
     several = len({each.direction for each in found}) > 1
     rows = [("nodes", "strategy", "iteration ms", "speedup", "hidden", "messages")]

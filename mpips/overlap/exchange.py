@@ -1,10 +1,10 @@
 """Exchange gradients during the compute: `Overlapped`, the Trainer's exchange with `overlap=`, and its report.
 
-`Execution` runs a plan: a group of layers is pushed when its gradients are complete, and the next forward pass reaches
-a layer when its parameters have come back. A strategy decides which layers make a group, from a profile that is
+`Execution` runs a plan: a group of layers is pushed when its gradients are complete, and the next forward pass computes
+a layer once its parameters have come back. A strategy decides which layers make a group, from a profile that is
 measured on the first batch; `auto` takes the optimum. Every `review_every` steps all workers check together whether the
-plan still fits, and take another plan if it saves enough. A report uses the clocks of this worker only, and nothing is
-sent for it.
+plan still fits, and take another plan if it saves enough time. A report uses only the times that this worker has
+measured, and sends nothing.
 
 All strategies give the same results as training without overlap, before and after a change of plan. If the store is
 synchronous, the results are equal bit for bit. This has two reasons. An iteration uses the parameters that all
@@ -36,19 +36,19 @@ if TYPE_CHECKING:
     from mpips.store.api import KVStore
     from mpips.store.runtime.engine import Handle
 
-# number of iterations whose clocks are kept
+# number of last iterations whose times are kept
 STEPS = 16
 # strategies that need no profile
 FIXED = ("single", "layerwise")
 # the values of `Trainer(overlap=...)`
 CHOICES = ("auto", *STRATEGIES)
 REVIEW = 50
-# After each review that changes nothing, the next is twice as far away, up to this many times `review_every` steps.
+# After each review that changes nothing, the time to the next review doubles, up to LONGEST * `review_every` steps.
 LONGEST = 64
 
 
 class SentPush(NamedTuple):
-    """A push, from its start until the servers have taken it in."""
+    """A push, from its start until the servers have read its values."""
 
     push: Handle
     taken: Handle
@@ -66,7 +66,7 @@ class SentPush(NamedTuple):
         return self.taken.done
 
     def wait(self) -> None:
-        """Wait until the push has ended and the servers have taken it in."""
+        """Wait until the push has ended and the servers have read its values."""
         self.push.wait()
         self.taken.wait()
 
@@ -105,7 +105,7 @@ class Execution:
         early = plan.push[len(plan.push) - plan.early :]
         # layer -> the group whose pull brings its parameters
         self._comes_with = {layer: group for group in plan.pull + early for layer in range(group[0], group[1] + 1)}
-        # pushes that the servers have not taken in yet
+        # group -> its push, if the servers may not have read its values yet
         self._pushes: dict[Group, Handle | SentPush] = {}
         # group -> the message that brings its parameters
         self._awaited: dict[Group, Handle | SentPush] = {}
@@ -113,7 +113,7 @@ class Execution:
         self.sent: list[tuple[Kind, int, int, Handle | SentPush | EndedMessage]] = []
 
     def begin(self) -> None:
-        """Begin an iteration when the servers have taken in every push of the iteration before. Blocking."""
+        """Begin an iteration. First wait until the servers have read every push of the iteration before. Blocking."""
         for message in self._pushes.values():
             self._wait(message)
         self._pushes.clear()
@@ -160,8 +160,8 @@ class Execution:
 def sent_tasks(sent: Messages, begin: float = 0.0) -> Iterator[Task]:
     """Yield ended messages as tasks, in seconds from `begin`.
 
-    A message may be started while the message before it is still in flight, and a pull while the servers still lack its
-    push. At first it then only waits, so its time counts from the end of the message for which it waits.
+    A message may be started while the message before it is still in flight, or a pull before the servers have received
+    its push. Such a message first only waits, so its task begins at the end of the message for which it waits.
     """
     before: dict[Kind, float] = {"push": 0.0, "pull": 0.0}
     pushed: dict[Group, float] = {}
@@ -237,7 +237,7 @@ class OverlapReport:
 
 
 class StepClocks(NamedTuple):
-    """The clocks of one step: compute tasks and messages, by time.perf_counter()."""
+    """The measured times of one step: compute tasks and messages, in seconds of time.perf_counter()."""
 
     seconds: float
     compute: tuple[Task, ...]
@@ -245,7 +245,7 @@ class StepClocks(NamedTuple):
 
 
 class Recorder:
-    """Keeps the clocks of the last steps of a worker."""
+    """Keeps the measured times of the last steps of a worker."""
 
     def __init__(self) -> None:
         self._steps: deque[StepClocks] = deque(maxlen=STEPS + 1)
@@ -304,7 +304,7 @@ class Recorder:
 
 
 def _format_groups(groups: Groups) -> str:
-    """Describe groups: their number, and the first four groups."""
+    """Format groups for the report: their number, and the first four groups."""
     few = " ".join(map(shown, groups[:4]))
     return f"{len(groups)} group{'s' if len(groups) > 1 else ''} ({few}{' ..' if len(groups) > 4 else ''})"
 
@@ -312,8 +312,8 @@ def _format_groups(groups: Groups) -> str:
 class Overlapped:
     """The exchange of `mpips.Trainer` with `overlap=`. The first step makes the plan and its keys.
 
-    All workers take the first step together. While it measures messages, the servers need additional memory of up to
-    3.4 times the model.
+    All workers make the first step together. While this step measures messages, the servers need additional memory of
+    up to 3.4 times the model.
 
     Creating an `Overlapped` is collective. All workers raise ValueError for an unknown strategy, a model without
     layers, or arguments that differ.
@@ -386,7 +386,7 @@ class Overlapped:
         return loss
 
     def finish(self) -> None:
-        """Wait until the parameters are those of the last step. Blocking."""
+        """Wait until the parameters of the last step have arrived. Blocking."""
         if self._execution is not None:
             begin = time.perf_counter()
             self._execution.finish()
@@ -420,7 +420,7 @@ class Overlapped:
     def _prepare(self, x: np.ndarray, y: np.ndarray) -> None:
         # Set the optimizer before messages are measured, because it changes what they cost.
         self._kv.set_optimizer(self._optimizer)
-        # For these strategies only the number of layers counts.
+        # These strategies depend only on the number of layers, so the profile may have costs of 0.
         if self.strategy in FIXED:
             names, nothing = [str(number) for number in range(len(self._elements))], [0.0] * len(self._elements)
             problem = create_profile(names, self._elements, nothing, nothing, LinearNetwork(0.0, 0.0), 0.0, 1.0)
@@ -435,8 +435,8 @@ class Overlapped:
         assert self.profile is not None
         self.finish()
         row = np.median(self._clocked, axis=0)
-        # The maximum over workers is taken below. Waiting is negated, so that its maximum is the least waiting: the
-        # slowest worker waits least.
+        # Below, the largest value of all workers is taken. Waiting is negated, because here the smallest value is
+        # wanted: the slowest worker waits least.
         row[-1] *= -1
         slowest = np.max(self._gather("a look at the plan", row), axis=0)
         forward, backward = np.split(slowest[:-1], 2)

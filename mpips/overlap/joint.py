@@ -98,7 +98,7 @@ def _forward(pull: Problem, candidates: Numbers) -> Array:
     """Return to_go[i, m], the seconds from the start of pulling i + 1..m to the end of the forward pass.
 
     There is a column for each m in `candidates`. At the start, layers 1..i are computed, and the layers above m have
-    their parameters. The seconds are those of the best groups. to_go[0, m] is F[m] of the module.
+    their parameters. The seconds are for the best groups. to_go[0, m] is F[m] of the module.
     """
     rest = _rest(pull)
     to_go = _table(pull, rest, np.zeros(pull.layers + 1), candidates)
@@ -226,7 +226,7 @@ def _fronts(push: Problem, pull: Problem, lowest: int) -> _Fronts:
 
 
 def _paths_from_ready(push: Problem, most: int) -> Array:
-    """Return R[j, k] of the module for j = 0..L and k = 0..most."""
+    """Return R[j, k], which the docstring of the module defines, for j = 0..L and k = 0..most."""
     layers = push.layers
     ready = np.cumsum(push.compute[::-1])[::-1]
     sent = sums(push.transfer)

@@ -2,9 +2,9 @@
 
 Messages are measured as the job sends them: one after another, up to one for each layer of the model, and the next
 message is already in flight when one ends. In an iteration, some messages travel during the compute, and the
-communication thread looks at them now and then. Other messages travel while the training thread waits and looks at them
+communication thread polls them now and then. Other messages travel while the training thread waits and polls them
 itself, which is faster. So half of the measurements are made while the training thread sleeps, and half while it waits.
-Their mean counts.
+The result is the mean of both.
 
 A measurement (by `collectives.benchmark.harness.measure`) times a run: the messages of a list of groups, from the start
 of the first message to the end of the last. The costs of one message follow from runs of different numbers and sizes.
@@ -37,10 +37,10 @@ POLL_SECONDS = 5e-4
 ROUNDS = 3
 # the shorter runs have 1 / SHARE of the layers
 SHARE = 3
-# least seconds of a push, even if the clocks show less
+# smallest cost of a push in seconds; if less was measured, this is used
 SHORTEST = 1e-6
 
-# costs of a push and of a pull
+# the costs of a push, and the costs of a pull
 Costs = tuple[LinkCost, LinkCost]
 
 
@@ -84,7 +84,7 @@ def job_costs(model: LayeredModel, kv: KVStore) -> Costs:
 
 
 class Stopwatch:
-    """Clocks one step: when the model reached each layer, and when it continued after the hook.
+    """Measures one step: when the model reached each layer, and when it continued after the hook.
 
     The time in a hook itself (waiting for parameters, starting a message) does not count as the layer's time.
     """
@@ -96,7 +96,7 @@ class Stopwatch:
         self._went = np.zeros((2, layers))
 
     def step(self, model: LayeredModel, x: np.ndarray, y: np.ndarray, before: Hook, ready: Hook) -> float:
-        """Call the model's `loss_and_gradients` with these hooks, clocked."""
+        """Call the model's `loss_and_gradients` with these hooks, and record the times."""
         return model.loss_and_gradients(x, y, self._around(0, before), self._around(1, ready))
 
     def seconds(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -118,7 +118,7 @@ class Stopwatch:
 
     @property
     def waited(self) -> float:
-        """Seconds in the hooks before layers, which wait for parameters."""
+        """The seconds spent in the hooks `before`, which wait for parameters."""
         return float((self._went[0] - self._came[0]).sum())
 
     def _spans(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -159,8 +159,8 @@ def message_costs(
 ) -> Costs:
     """Return the costs of a push and of a pull when this job sends its messages in a row.
 
-    A push ends when the pull after it can begin, which is when the servers have the pushes of all workers. Without
-    servers both costs are those of the allreduce. Collective, blocking. The temporary keys are removed again.
+    A push counts as ended when the next pull can begin, because the servers have the pushes of all workers. Without
+    servers both costs are the cost of the allreduce. Collective, blocking. The temporary keys are removed again.
 
     Args:
         workers, rounds, modes: See `run_seconds`.
@@ -171,7 +171,7 @@ def message_costs(
         return [messages.pull(*group) for group in groups]
 
     def push_all(groups: Groups) -> list[Handle]:
-        """Push as the backward pass does. Wait for servers by pulling the group that was pushed last."""
+        """Push the groups in the order of the backward pass. Then pull the last one, which waits for the servers."""
         sent = [messages.push(*group) for group in reversed(groups)]
         return sent if messages.one_way else [*sent, messages.pull(*groups[0])]
 
@@ -190,7 +190,7 @@ def message_costs(
 
 
 def runs(elements: Sequence[int]) -> tuple[Groups, ...]:
-    """Return the runs to measure.
+    """Return the runs to measure. A run is a list of groups whose messages are sent in a row.
 
     The first runs send all layers: one by one, in a few groups, and in one group. The last two runs send a third of the
     layers: one by one, and in one group.
@@ -239,7 +239,7 @@ def costs_of_runs(elements: Sequence[int], wanted: Sequence[Groups], times: Sequ
     sizes = [group_bytes(elements, groups) / len(groups) for groups in wanted]
     seconds = [time / len(groups) for time, groups in zip(times, wanted, strict=True)]
     if len(set(sizes)) == 1:
-        # With one layer all messages have one size, so startup and bytes cannot be told apart.
+        # With one layer all messages have the same size, so the costs of startup and bytes cannot be separated.
         return LinkCost(float(np.median(seconds)), 0.0)
     return fit(list(zip(sizes, seconds)))
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mpips.store.api import KVStore
     from mpips.store.runtime.engine import Handle
 
-# called by a model at a layer, with the layer's number from 0
+# A function that a model calls when it reaches a layer. The argument is the number of the layer, from 0.
 Hook = Callable[[int], Any]
 ARRAYS = ("flat_parameters", "flat_gradients", "layer_elements")
 HOOKS = ("before", "ready")
@@ -92,11 +92,11 @@ def lay_out(
 
 
 def check_model(model: object, what: str) -> None:
-    """Raise ValueError if an object is not a `LayeredModel`. The message says what the object lacks.
+    """Raise ValueError if an object is not a `LayeredModel`. The error message says what the object lacks.
 
     Args:
         model: The object.
-        what: What needs such a model, for the message, such as "overlap='auto'".
+        what: The feature that needs such a model, for the error message, such as "overlap='auto'".
 
     >>> mpips.overlap.check_model(mpips.mlp.MLP([8, 4, 2]), "overlap='auto'")
     """
@@ -153,7 +153,7 @@ class StoreMessages:
         self._name = name
         self.elements = elements
         self._offsets = np.concatenate(([0], np.cumsum(elements)))
-        # group -> its keys; a key is also (first layer, last layer)
+        # group -> its keys; a key is the pair (first layer, last layer) of the layers that it covers
         self._keys: dict[Group, tuple[Group, ...]] = {}
 
     @property
@@ -204,7 +204,7 @@ class StoreMessages:
         return self._kv.ipush(self._names(keys), gradients, turns=["push"])
 
     def taken(self, first: int, last: int, push: Handle) -> Handle:
-        """Return a handle that is done when the servers have taken in what `push` sends."""
+        """Return a handle that is done when the servers have read the values that `push` sends."""
         return self._kv.read_by_servers(self._names(self._keys[first, last]), push)
 
     def pull(self, first: int, last: int, early: bool = False) -> Handle:

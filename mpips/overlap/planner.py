@@ -1,6 +1,7 @@
-"""Decide which strategy's groups of layers travel together, from a profile, and check whether the plan still fits.
+"""Plan which layers share a message, from measured times and a strategy, and check whether the plan still fits.
 
-Plans cover one direction or both, on any number of nodes. For PyTorch, see `mpips.torch.buckets`.
+A plan covers pushes, pulls or both, on any number of nodes. The measured times are a `problem.Profile`. Training with
+PyTorch plans in `mpips.torch.buckets`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from mpips.overlap.timeline import Task
 Direction = Literal["push", "pull", "both"]
 # share of an iteration that a new plan must save; a smaller gain may be noise
 GAIN = 0.05
-# share by which an iteration may miss its prediction before messages are measured again
+# Messages are measured again if the time of an iteration differs from its prediction by more than this share.
 DRIFT = 0.25
 
 
@@ -47,7 +48,7 @@ class OverlapPlan:
 
     @property
     def groups(self) -> Groups:
-        """The partition of the layers, for pushes or, if the plan has no pushes, for pulls."""
+        """The groups of layers for pushes or, if the plan has no pushes, for pulls."""
         groups = self.push if self.push is not None else self.pull
         assert groups is not None
         return groups
@@ -85,7 +86,7 @@ def plan(
     nodes: int | None = None,
     link: Link = "shared",
 ) -> OverlapPlan:
-    """Plan by one strategy which layers travel together, and predict an iteration. Local; needs no MPI.
+    """Plan by one strategy which layers share a message, and predict an iteration. Local; needs no MPI.
 
     Args:
         profile: The times of the layers, and the costs of messages.

@@ -1,7 +1,7 @@
-"""State the partition problem of MG-WFBP and iBatch (which layers travel together), from the profile of a job.
+"""The partition problem of MG-WFBP and iBatch: which layers share a message, given the measured times of a job.
 
 Both papers overlap a chain of layer computations with messages, one for each contiguous group of layers. PyTorch calls
-such a group a bucket.
+such a group a bucket. The measured times of a job are its *profile*.
 
 * push (MG-WFBP, section II.C): backward computes layers L..1. A group is sent once its lowest layer is computed and the
   network is free (Eq. 6, 7, 20).
@@ -44,13 +44,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from mpips.collectives import files
 
-# layers (first, last) that travel together, both inclusive, counted from 1
+# the first and the last layer of a group that shares a message, both inclusive, counted from 1
 Group = tuple[int, int]
 # contiguous groups that cover the layers 1..L, in layer order
 Groups = tuple[Group, ...]
 
 
-# "shared": one link for pushes and pulls; "duplex": one link for pushes and one for pulls
+# "shared": pushes and pulls share one link; "duplex": pushes have one link, and pulls another
 Link = Literal["shared", "duplex"]
 
 
@@ -229,7 +229,7 @@ Network = LinearNetwork | RingNetwork
 # MG-WFBP's cluster on 10 Gbit/s Ethernet.
 # alpha: from section II.D, where 2 (N - 1) alpha = 90.52, 271.56, 633.64 us on 2, 4, 8 nodes.
 # beta: from the authors' simulator.
-# gamma: the simulator's 2.5e-9 s, read as the time of one sum of 4-byte numbers.
+# gamma: the simulator's 2.5e-9 s, which we take for the time to add one 4-byte number.
 TEN_GIGABIT = RingNetwork(alpha=45.26e-6, beta=1.2 / (9 * 2**30 / 8), gamma=2.5e-9 / 4)
 
 
@@ -490,7 +490,7 @@ def _number(data: Mapping[str, Any], where: str, field: str) -> float:
 
 
 def _shown(value: object) -> str:
-    """Format a value for a sentence, cut short."""
+    """Format a value for an error message, shortened."""
     if isinstance(value, int) and abs(value) > LARGEST:
         return f"an integer of {value.bit_length()} bits"
     text = repr(value)

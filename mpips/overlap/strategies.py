@@ -39,10 +39,11 @@ def merged(problem: Problem) -> Groups:
     The cost is O(L). The paper computes all of tau_c again after every merge, which is O(L^2), but a merge changes none
     of the values that were used before it.
     """
-    # tau_b + tb of every layer (Eq. 19)
+    # tau_b + tb of every layer (Eq. 19): the time at which its gradients are ready
     ready = np.cumsum(problem.compute[::-1])[::-1].tolist()
     message = (problem.startup + problem.transfer).tolist()
-    # tau_c of the layer (Eq. 20). Merging a layer changes only the tau_c of layers below it.
+    # tau_c of the layer (Eq. 20): the time at which its message begins. Merging a layer changes only the tau_c of
+    # layers below it.
     begin = ready[-1]
     joined = set()
     # Layers count from 0 here: the paper's l is layer + 1.

@@ -155,7 +155,7 @@ _COLOURS = {"forward": "#4c72b0", "backward": "#55a868", "compute": "#4c72b0", "
 
 
 def draw(timelines: Mapping[str, Sequence[Task]], path: str | Path, title: str = "") -> None:
-    """Draw timelines as a PNG, one below another, over the same seconds. Needs matplotlib (extra `plot`).
+    """Draw timelines as a PNG, one below another, with a common time axis. Needs matplotlib (extra `plot`).
 
     Args:
         timelines: Name -> tasks, such as `OverlapPlan.tasks`.

@@ -76,7 +76,7 @@ def _create_group(options: Any, group_options: Any = None) -> ProcessGroup:
     """
     check_joined()
     ranks, world, default = list(options.global_ranks_in_group), workers_of(MPI.COMM_WORLD), dist.group.WORLD
-    # The attribute came with PyTorch 2.14.
+    # PyTorch has this attribute from version 2.14 on.
     if getattr(options, "enable_reconfigure", False):
         return _begin_reconfigurable(options, world)
     if isinstance(default, ProcessGroup) and default.supports_reconfigure:
@@ -91,18 +91,21 @@ def _create_group(options: Any, group_options: Any = None) -> ProcessGroup:
 
 
 def _begin_reconfigurable(options: Any, world: MPI.Intracomm) -> ProcessGroup:
-    """Create a process group that has no members until `reconfigure`. The first call is collective over MPI_COMM_WORLD.
+    """Create a process group that has no members until `reconfigure` is called.
+
+    The first such group in a process is created collectively over MPI_COMM_WORLD. Later ones are local.
 
     Raises:
-        CollectiveError: A rank has died before the first call.
-        RuntimeError: A death would end the job.
+        CollectiveError: A rank died before the first group was created.
+        RuntimeError: The death of a process would end the whole job.
         ArgumentError: The given rank or size differs from MPI's.
     """
     refusal = why_deaths_end_job("enable_reconfigure=True")
     if not refusal and (servers := read_options().servers):
         refusal = f"enable_reconfigure=True is not possible in a job with servers={servers}: start it without servers"
     if refusal:
-        # If rank 0 raised at once, its store would end before the other ranks have connected to it.
+        # Rank 0 runs the store of the rendezvous. If it raised at once, this store would end before the other ranks
+        # have connected to it.
         ArrivalBarrier(world, "init_process_group").wait(read_limits())
         raise of_caller(RuntimeError(f"init_process_group: {refusal}"))
     _refuse_place(world.rank, options.group_rank, options.group_size, world.size)
@@ -123,7 +126,7 @@ def _rendezvous_by_mpi(
       ranks. They are ignored.
     - Variables that `mpips run` has set agree with MPI.
     - A child process of a rank inherits the variables of the rank. They are ignored, unless another launcher has set
-      some of them anew.
+      some of them again.
     """
     world = workers_of(MPI.COMM_WORLD)
     asked = parse_qs(urlsplit(url).query)

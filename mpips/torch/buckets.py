@@ -139,7 +139,7 @@ class BackwardProfile:
         return order, ready
 
     def has_drifted(self) -> bool:
-        """True if backward now takes much longer or much shorter than when `average` was last called. Collective."""
+        """True if backward now takes much more or much less time than when `average` was last called. Collective."""
         span = self._average_span()
         return bool(self._usual_span) and abs(span - self._usual_span) > DRIFT * self._usual_span
 

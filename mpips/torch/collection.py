@@ -75,8 +75,8 @@ class EmbeddingBagCollection(nn.Module):
         """Return for each feature a row for each bag, (bags, dim), in the order of the features of the collection.
 
         Args:
-            ids: For each feature int64 ids on the host. With 2-D ids, each row of ids is a bag. 1-D ids are those of
-                all bags one after the other, and need offsets or lengths.
+            ids: For each feature int64 ids on the host. With 2-D ids, each row of ids is a bag. 1-D ids contain the
+                bags one after another, and need offsets or lengths.
             offsets: For features with 1-D ids, the positions at which bags begin.
             lengths: For features with 1-D ids, the number of ids in each bag, in place of offsets.
         """
@@ -99,7 +99,7 @@ class EmbeddingBagCollection(nn.Module):
     def prefetch(self, ids: Mapping[str, Tensor]) -> None:
         """Pull the rows of the next batch during the current one, as `Embedding.prefetch` does. Does not block.
 
-        Each table is pulled by itself, because each becomes ready by itself.
+        Each table has a pull of its own, because the tables become ready at different times.
 
         Args:
             ids: As in a forward pass.
@@ -122,7 +122,7 @@ class EmbeddingBagCollection(nn.Module):
         """Pull the rows of all features at once.
 
         Returns:
-            For each feature the index of the row for each id, in the shape of the ids; and the rows of its table.
+            Two dicts by feature: the index of the row for each id, in the shape of the ids; and the rows of its table.
         """
         found = []
         for rows_of, features in zip(self.rows, self._features.values()):
@@ -154,7 +154,7 @@ class EmbeddingBagCollection(nn.Module):
         if ids.dim() == 1 and given is None and counts is None:
             raise of_caller(ValueError(f"{what} has 1-D ids: give their offsets or lengths"))
         if ids.dim() == 2 and given is None and counts is None:
-            # PyTorch takes no bags of 0 ids in this form.
+            # PyTorch refuses 2-D ids whose rows are empty, so give it these empty bags by their offsets.
             return torch.arange(len(ids)) * ids.shape[1], False
         if counts is None:
             assert given is not None
@@ -162,7 +162,7 @@ class EmbeddingBagCollection(nn.Module):
         if not isinstance(counts, Tensor) or counts.is_floating_point() or counts.dtype == torch.bool:
             kind = counts.dtype if isinstance(counts, Tensor) else type(counts).__name__
             raise of_caller(TypeError(f"{what} has lengths of type {kind}: give a tensor of whole numbers"))
-        # PyTorch would silently count remaining ids to the last bag.
+        # PyTorch would silently add the remaining ids to the last bag.
         if ids.dim() != 1 or counts.dim() != 1 or int(counts.sum()) != len(ids) or bool((counts < 0).any()):
             sentence = (
                 f"{what}: lengths of shape {tuple(counts.shape)} with the sum {int(counts.sum())} do not fit ids of "

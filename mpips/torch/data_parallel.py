@@ -7,7 +7,7 @@
 
 A backward pass calls `_begin_backward`, then `_note_gradient` for each parameter, and finally `_finish_backward`.
 `_note_gradient` lets the `Reducer` start the allreduce of each bucket that is complete. After a few passes `_end_step`
-plans the buckets anew, based on the times at which gradients became ready.
+plans the buckets again, based on the times at which gradients became ready.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ class DataParallel(torch.nn.Module):
         self._lockstep = Lockstep(order)
         self._nodes = [(parameter, get_gradient_edge(parameter).node) for parameter in order]
         for parameter in order:
-            # A parameter whose type has changed has lost its hook and needs a new one. The others must not get a second
-            # hook.
+            # A parameter whose type has changed has lost its hook and needs a new one. Any other parameter must not get
+            # a second hook.
             if parameter in self._hooks:
                 self._hooks[parameter].remove()
             self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._note_gradient)
@@ -164,7 +164,7 @@ class DataParallel(torch.nn.Module):
         """A context for all but the last of several backward passes: accumulate gradients without exchanging them.
 
         Within the context, backward only adds to this rank's gradients. The first backward pass after the context
-        exchanges the sums.
+        exchanges the accumulated gradients.
         """
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
@@ -176,7 +176,7 @@ class DataParallel(torch.nn.Module):
     def join(self) -> Iterator[None]:
         """A context in which ranks may run different numbers of steps.
 
-        A rank that has finished its loop contributes nothing to the steps of the others, and the mean is over the ranks
+        A rank that has finished its loop contributes nothing to the other ranks' steps, and the mean is over the ranks
         that are still training. At the end every rank takes the parameters and buffers of a rank that made the most
         steps. Leaving the context is collective and blocking.
         """
@@ -270,7 +270,7 @@ class DataParallel(torch.nn.Module):
             self._take_buffers()
 
     def _after_forward(self, output: Any) -> None:
-        """Add a hook to the output that runs when its backward pass starts, before any gradient arrives.
+        """Add a hook to the output. It runs when the backward pass starts, before any gradient is ready.
 
         The hook of an output runs before the hook of any parameter. It does not run in the inner backward passes that
         checkpointing starts.

@@ -119,7 +119,7 @@ def _comm_of(group: Any) -> MPI.Intracomm | None:
     if group is None:
         raise ValueError('all_reduce: there is no process group yet: call dist.init_process_group("mpips") first')
     if not isinstance(group, dist.ProcessGroup):
-        # GroupMember.NON_GROUP_MEMBER: this rank is not in the group, and dist.all_reduce says so.
+        # GroupMember.NON_GROUP_MEMBER: this rank is not in the group, and dist.all_reduce warns about that.
         return None
     comm = getattr(group, "comm", None)
     if comm is None:

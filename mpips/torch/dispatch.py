@@ -113,8 +113,8 @@ def _run_inside(method: Callable[..., Work], group: Any, args: tuple[Any, ...], 
 
     If a subclass is made of several tensors, the returned work ends when the operations on all of them have ended.
     """
-    # c10d's operators call the methods of the group that they get. With our own group they would end up in this
-    # function again, for ever. So they get a plain group.
+    # c10d's operators call the methods of the group that they get. With our own group, they would call this function
+    # again, without end. So they get a plain group.
     plain = dist.ProcessGroup(group.rank(), group.size())
     inside = _Inside(lambda tensors: method(group, *tensors, *args[len(tensors) :], **keywords))
     with _below_others(inside):

@@ -72,7 +72,7 @@ class TableModule(nn.Module):
         self.table = table
         self.padding_idx = None if padding_idx is None else self._id_of(padding_idx)
         self.embedding_dim = table.dim
-        # dtype of the result of a forward pass; it may differ from that of the table (half(), to())
+        # dtype of the result of a forward pass; half() and to() may make it different from the table's dtype
         self._dtype: torch.dtype = getattr(torch, table.dtype.name)
         # False if the rows are frozen (requires_grad_)
         self._learns = True
@@ -90,8 +90,8 @@ class TableModule(nn.Module):
         next `TableOptimizer.step`, because rows that are read earlier would lack that step. A forward pass with other
         ids pulls its own rows.
 
-        So in an asynchronous store the forward pass may compute with rows that lack what any worker has pushed, set or
-        removed since this call. After a load or a recovery it pulls the rows anew.
+        So in an asynchronous store the forward pass may compute with old rows: what any worker has pushed, set or
+        removed since this call is missing from them. After a load or a recovery it pulls the rows again.
 
         Args:
             ids: int64 ids of any shape, on the host.
@@ -124,7 +124,7 @@ class TableModule(nn.Module):
         return [rows for _, rows in self._leaves.values()]
 
     def note_push(self) -> None:
-        """Note a push to the table. In a synchronous store, pull the prefetched rows again. Does not block."""
+        """Handle a push to the table: in a synchronous store, pull the prefetched rows again. Does not block."""
         if self.table.synchronous:
             self._next = deque((self._ask(each.ids, each.places) for each in self._next), maxlen=2)
 
@@ -159,7 +159,7 @@ class TableModule(nn.Module):
         return _Next(ids, places, self.table.ipull(ids.numpy()), self.table.origin, self.table.pushes)
 
     def _id_of(self, given: object) -> int:
-        """Convert a NumPy integer or a tensor to an int. Raise TypeError or ValueError if `given` is no id."""
+        """Convert a NumPy integer or a tensor to an int. Raise TypeError or ValueError if it is not an id."""
         try:
             index = operator.index(given)  # type: ignore[arg-type]
         except TypeError:
@@ -206,7 +206,7 @@ class TableModule(nn.Module):
     def follow_gradient(self, ids: Tensor, rows: Tensor) -> Tensor:
         """Return pulled rows in the module's dtype. If gradients are wanted, `rows` becomes a leaf of autograd's graph.
 
-        `ids` are different ids, one for each row.
+        `ids` has the id of each row, without duplicates.
         """
         if self._learns and torch.is_grad_enabled():
             rows.requires_grad_()
@@ -231,7 +231,7 @@ class TableModule(nn.Module):
 
 
 def check_ids(what: str, ids: object) -> None:
-    """Raise TypeError or ValueError unless `ids` is a tensor of ids: int64, on the host. `what` begins the sentence."""
+    """Raise TypeError or ValueError unless `ids` is an int64 tensor on the host. `what` begins the error message."""
     if not isinstance(ids, Tensor):
         raise of_caller(TypeError(f"{what}: ids are a {type(ids).__name__}: pass a torch.int64 tensor"))
     if ids.dtype != torch.int64:
@@ -318,7 +318,7 @@ class EmbeddingBag(TableModule):
 
 
 class _Group(dict[str, Any]):
-    """A parameter group that has only `params`. Other names raise KeyError, as hyperparameters belong to the tables."""
+    """A parameter group with only `params`. Other names raise KeyError, because the tables have the hyperparameters."""
 
     def __missing__(self, name: str) -> NoReturn:
         raise of_caller(KeyError(f"a group of a TableOptimizer has no {name!r}: {WHERE}"))
@@ -342,8 +342,8 @@ class TableOptimizer:
             same on all workers.
 
     Raises:
-        TypeError, ValueError: `model` is not a module, holds no `Embedding` or `EmbeddingBag`, or holds one of a table
-            with `evict_by="score"`.
+        TypeError, ValueError: `model` is not a module, holds no `Embedding` or `EmbeddingBag`, or holds one whose table
+            has `evict_by="score"`.
 
     Example:
         >>> items = mpips.torch.Embedding(kv.table("items", dim=2, init=mpips.uniform(0), learning_rate=1.0))
@@ -406,7 +406,8 @@ class TableOptimizer:
     def _overflows(self, scaler: GradScaler) -> bool:
         """Unscale the gradients. Return True if a gradient of any worker overflowed, and set this scaler's flag."""
         what = "TableOptimizer.step with a GradScaler"
-        # PyTorch refuses to unscale float16, but only on workers that have a gradient. The others would wait for them.
+        # PyTorch refuses to unscale float16, but raises only on workers that have a gradient. The other workers would
+        # then wait for them.
         if half := next((table.name for table in self._of_table if table.dtype == np.float16), None):
             sentence = (
                 f"{what}: table {half!r} is float16, and so are its gradients, which GradScaler does not unscale: give "
@@ -426,7 +427,7 @@ class TableOptimizer:
         return [_Group(params=leaves)]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients that were not pushed."""
+        """Discard the gradients that were not pushed."""
         for module in self._modules:
             module.take_gradients()
 

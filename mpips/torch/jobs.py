@@ -1,7 +1,7 @@
 """The jobs of a process group: each runs one operation by `mpips.collectives`, or by MPI's own calls.
 
-The recorder of `mpips.collectives` knows each group and each operation by a number: the group's identity and the
-operation's token.
+The recorder of `mpips.collectives` notes which operation is running. It knows each group and each operation by a
+number: the group's identity and the operation's token.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class GroupJobs:
     A job runs in `collectives` if that package has the operation. Otherwise the job makes MPI's own calls.
 
     Args:
-        outlived: True if the processes of the group may go on without it. Then no rank accesses the private memory of
-            another one:
+        outlived: True if the processes may continue after the group has ended. Then no rank accesses the private memory
+            of another rank, because this could happen:
 
             1. A process is stopped (SIGSTOP) in a collective. The others wait until the timeout, and make a new group.
             2. They use the memory of the collective for something else.
-            3. The stopped process goes on, and writes the rest of its result there.
+            3. The stopped process continues, and writes the rest of its result into that memory.
     """
 
     def __init__(self, comm: MPI.Intracomm, timeout_seconds: float, outlived: bool = False) -> None:
@@ -83,15 +83,18 @@ class GroupJobs:
         self.comm.Free()
 
     def end(self, sentence: str) -> None:
-        """End the generation, unless it has ended. All ranks then raise CollectiveError with this sentence."""
+        """End the group's generation (its life between two failures). All ranks raise CollectiveError with `sentence`.
+
+        Does nothing if the generation has already ended.
+        """
         self._home.fail("reconfigure", collectives.CollectiveError(sentence))
 
     def leave(self) -> None:
-        """Free what `end` has ended. Blocks until this rank's jobs have failed. Other ranks may do so at any time."""
+        """Free the communicator after `end`. Blocks until this rank's jobs have failed, but does not wait for ranks."""
         communication.wait_for(self._home)
         self._marks.close()
-        # This also frees everything that `collectives` has made for the communicator. The communicator of the messages
-        # is never freed: messages that nobody has received may be in flight on it.
+        # This also frees everything that `collectives` has made for the communicator. The communicator of `messages` is
+        # never freed, because messages that nobody has received may still be in flight on it.
         self.comm.Free()
 
     def reduce(
@@ -159,7 +162,8 @@ class GroupJobs:
                 total.values().div_(self.comm.size)
             elif how.divided:
                 total.values().div_(self.comm.size, rounding_mode="trunc")
-            # Not into `tensor.detach()`: its index and value tensors are separate, so `tensor` would not change.
+            # Do not copy into `tensor.detach()`: it has index and value tensors of its own, so `tensor` would not
+            # change.
             with torch.no_grad():
                 tensor.copy_(total)
 

@@ -57,8 +57,8 @@ class LocalSGD:
     optimizer.
 
     `torch.amp.GradScaler` accepts a LocalSGD as an optimizer: `scaler.unscale_(trainer)`, `scaler.step(trainer)`. Each
-    worker has its own scale. If a worker's gradients have overflowed, its `inner` makes no step. The step still counts,
-    so that all workers exchange at the same steps.
+    worker has its own scale. If a worker's gradients have overflowed, its `inner` makes no step. `steps` is still
+    increased, so that all workers exchange at the same steps.
 
     Args:
         model: A model on the host, whose parameters are contiguous and of float16, bfloat16, float32 or float64. All
@@ -294,7 +294,7 @@ class LocalSGD:
         loads the state of any of the old workers.
 
         Args:
-            state_dict: This worker's own state or, if the number of workers has changed, that of any worker.
+            state_dict: This worker's own state or, if the number of workers has changed, the state of any worker.
 
         Raises:
             ValueError: The state lacks an entry, or does not fit the model or `fragments`.

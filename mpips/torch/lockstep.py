@@ -40,16 +40,16 @@ BITS = 24
 NUMBERS = ("lr", "weight_decay", "momentum", "betas", "alpha")
 # The hyperparameters of at most this many steps after an exchange are compared. Later steps are only counted.
 MOST_STEPS = 16
-# The norms of a parameter on two ranks may differ by this, relative to the larger norm: processors round differently.
+# The norms of a parameter on two ranks may differ by this share, because processors round differently.
 NORM_TOLERANCE = 1e-3
 # Parameters are compared after backward passes 1, 2, 4, 8, ... and after each multiple of this number.
 CHECK_STEPS = 128
-# If a norm on one rank changes by more than this, relatively, between two of the moments at which `WeightWatch` takes
-# norms, the program itself has changed the parameter.
+# If a parameter's norm on one rank changes by more than this share between two of the moments at which `WeightWatch`
+# takes norms, the program itself has changed the parameter.
 MOVED = 1e-5
 # After this many backward passes without an optimizer step, we assume that the program updates weights by hand.
 PASSES_BY_HAND = 32
-# stands for a norm that was not taken
+# the value of a norm that was not taken
 ABSENT = -1.0
 # The error for tokens that differ although the items that they were computed from are equal. It stops all ranks.
 UNEXPLAINED = "ranks differ in what they have done, and no word of theirs says in what (a fault of mpips: report it)"
@@ -153,7 +153,7 @@ def content(value: object) -> Any:
     of 1 become the same number. Lists and tuples become lists. A value without accessible contents becomes its own name
     (a function, for example) or the name of its type.
     """
-    # The hyperparameters of every step come here, and most of them are plain numbers.
+    # Handle plain numbers first: this function is called for all hyperparameters in every step, and most are numbers.
     if type(value) is float or type(value) is int:
         return _content_of_number(value)
     if value is None or isinstance(value, bool):
@@ -217,7 +217,7 @@ def _content_of_tensor(tensor: Tensor) -> Any:
 
 
 def digest(data: bytes) -> int:
-    """Return 56 bits that are equal for equal bytes, in every process."""
+    """Return a hash of 56 bits. Unlike `hash`, it gives the same result in every process."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest())
 
 
@@ -300,7 +300,7 @@ class Lockstep:
         self._steps.append((type(optimizer).__name__, numbers))
 
     def begin_anew(self) -> None:
-        """Forget the steps after an exchange. Keep the forward passes: their backward passes may still come."""
+        """After an exchange, forget the steps. Keep the forward passes, because their backward passes may still run."""
         self._steps.clear()
         self._more_steps = 0
         self.weights.begin_anew()
@@ -349,8 +349,8 @@ def _begin_step(optimizer: Optimizer, args: object, keywords: object) -> None:
 
 def _end_step(optimizer: Optimizer, args: object, keywords: object) -> None:
     _stepping.remove(optimizer)
-    # Only outermost steps count. ZeroRedundancyOptimizer, for example, runs an inner step on parameters that differ
-    # between ranks.
+    # Count only outermost steps. ZeroRedundancyOptimizer, for example, calls the step of an inner optimizer, whose
+    # parameters differ between ranks.
     if not _stepping:
         for lockstep in list(_all):
             lockstep.count_step(optimizer)
@@ -399,8 +399,8 @@ def check_frozen(named: Iterable[tuple[str, Tensor]], comm: MPI.Intracomm, what:
 class WeightWatch:
     """Compares the norms of the parameters between ranks at two moments.
 
-    The moments are after an optimizer step and before the next forward pass. In a correct program, all ranks have equal
-    weights at least at one of these moments. At other times a rank may have changed its weights temporarily, as
+    One moment is after an optimizer step, the other is before the next forward pass. In a correct program, all ranks
+    have equal weights at least at one of them. At other times a rank may have changed its weights temporarily, as
     sharpness-aware minimization, MAML and weight noise do. So it is an error only if ranks differ at both moments.
     """
 
@@ -450,7 +450,8 @@ class WeightWatch:
         every = gather_rows(own.ravel(), comm, what).reshape(comm.size, *own.shape)
         # moment (after the step, before the forward pass, now) -> whether every rank has taken its norms
         known = (every != ABSENT).all(axis=(0, 2))
-        # (rank, moment, parameter) -> whether the norm differs from rank 0's. Moments: the known ones of the first two.
+        # (rank, moment, parameter) -> whether the norm differs from rank 0's. Of the first two moments, only those at
+        # which every rank has taken its norms.
         far = ~np.isclose(every, every[0], rtol=self._tolerances, atol=1e-30, equal_nan=True)[:, :2][:, known[:2]]
         # A rank that has changed its weights between the step and the forward pass differs only at the second moment.
         # If it does not undo the change, it differs at both moments in the next pass. So the next pass compares again.
@@ -461,8 +462,8 @@ class WeightWatch:
         every = every[:, known]
         name, norms = names.get(self._parameters[place], "?"), every[:, 0, place]
         differ = f"parameter {name!r} has norm {norms[0]:.6g} on rank 0 and {norms[rank]:.6g} on rank {rank}"
-        # If each rank's norms are the same at all moments, the program does not change weights itself. Then the
-        # difference means that the ranks have drifted apart.
+        # If no rank's norms change between the three moments, the program changes weights only in optimizer steps. A
+        # difference between ranks then shows that their models have drifted apart, which is an error.
         if self.has_stepped and np.allclose(every, every[:, :1], rtol=MOVED, atol=0, equal_nan=True):
             with communicator(comm).failing(what):
                 raise collectives.MismatchError(

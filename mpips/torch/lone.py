@@ -23,8 +23,8 @@ LARGE = 1024
 class GradientWatch:
     """Counts the elements of the tensors that this process passes to operations of its process groups.
 
-    The count begins with the first group of several ranks and is never reset. `active` is True from then on, as long as
-    the counted elements are too few to be gradients.
+    The count begins with the first group of several ranks and is never reset. `active` becomes True at that moment, and
+    stays True as long as the counted elements are too few to be gradients.
     """
 
     def __init__(self) -> None:
@@ -71,11 +71,11 @@ class GradientWatch:
         self._known.add(id(optimizer))
         parameters = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         self._trained = max(self._trained, sum(tensor.numel() for tensor in parameters))
-        # Gradients of tensors on GPUs go through another backend. A DTensor is one rank's part of a tensor that is
-        # split between ranks.
+        # Stop if gradients are exchanged elsewhere. Gradients of tensors on GPUs go through another backend. A DTensor
+        # is one rank's part of a tensor that is split between ranks.
         others = any(tensor.device.type != "cpu" or hasattr(tensor, "placements") for tensor in parameters)
         if others or self._moved >= self._trained:
-            # The hook is not removed: PyTorch is iterating over the hooks now.
+            # Do not remove the hook here, because PyTorch is iterating over the hooks now.
             self.active = False
 
     def _stop(self) -> None:

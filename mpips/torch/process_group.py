@@ -91,14 +91,14 @@ class ProcessGroup(dist.ProcessGroup):
 
     @classmethod
     def without_members(cls, rank: int, size: int, timeout: timedelta, member: GroupMember) -> ProcessGroup:
-        """Create a group that has no members, and shows this rank and size, until `reconfigure`. Local."""
+        """Create a group that has no members before `reconfigure` is called, and reports this rank and size. Local."""
         group = cls(MPI.COMM_SELF.Dup(), timeout, member)
         group._jobs.end("the process group has no members yet: call torch.distributed._reconfigure first")
         group._place = rank, size
         return group
 
     def _use(self, jobs: GroupJobs) -> None:
-        """Run all operations from now on by `jobs`."""
+        """From now on, create all operations by `jobs`."""
         self._jobs = jobs
         self.comm = jobs.comm
         # rank and size, as c10d sees them
@@ -359,7 +359,7 @@ class ProcessGroup(dist.ProcessGroup):
         return str(self._found_member("get_reconfigure_handle").handle)
 
     def reconfigure(self, opts: Any) -> Work:
-        """Make this group anew, of the processes whose handles are given. Collective over them, blocking.
+        """Create this group again, from the processes whose handles are given. Collective over them, blocking.
 
         The old group ends first: on all its ranks, operations under way and later ones raise CollectiveError, which
         names ranks that have died. After an error of this call the group has no members until the next call.
@@ -370,11 +370,11 @@ class ProcessGroup(dist.ProcessGroup):
                 `timeout`: None for the timeout of the group. `hints` are ignored.
 
         Raises:
-            ArgumentError: The uuid was used, or a handle is wrong or stale, or its process has died. The old group
-                lives on.
+            ArgumentError: The uuid was used before, or a handle is wrong or stale, or its process has died. The old
+                group can still be used.
             MismatchError: The processes pass different handles.
-            StallError: A process has not come in time.
-            CollectiveError: A process has died or given up meanwhile.
+            StallError: A process has not called `reconfigure` in time.
+            CollectiveError: A process has died or given up during the call.
         """
         member = self._found_member("reconfigure")
         handles, timeout = member.check(opts.uuid, opts.handles), opts.timeout or self._timeout
@@ -394,7 +394,7 @@ class ProcessGroup(dist.ProcessGroup):
         return Work(None, None, self._sequence, [])
 
     def make_part(self, ranks: Sequence[int], timeout: timedelta) -> ProcessGroup:
-        """Make a group of these ranks of this group, which ends when this group ends. Collective over them, blocking.
+        """Create a group of some ranks of this group. It ends when this group ends. Collective over them, blocking.
 
         Raises:
             CollectiveError: This group has ended, or one of its processes has died.
@@ -408,8 +408,8 @@ class ProcessGroup(dist.ProcessGroup):
         with home.failing("new_group"), CommCreationGuard(self.comm, is_hopeless):
             members = self.comm.group.Incl(ranks)
             part = ProcessGroup(guard_comm(self.comm.Create_group(members, TAG)), timeout, outlived=True)
-        # Members of different parts wait for each other, by way of other parts. If a process of this group dies, also
-        # those that wait for a living one must give up.
+        # A member may wait in this part for a living member, which itself waits for a dead one in another part. So if
+        # any process of the enclosing group dies, the waits in all parts must end.
         communicator(part.comm).set_enclosing_look(home.look_at_all)
         self._parts.append(part)
         return part
@@ -436,7 +436,7 @@ class ProcessGroup(dist.ProcessGroup):
     def getSize(self) -> int:
         return self._place[1]
 
-    # ---- the rest of c10d
+    # ---- other methods that c10d calls
 
     def getBackendName(self) -> str:
         return "mpips"

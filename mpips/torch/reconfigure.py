@@ -1,13 +1,13 @@
-"""Make the communicator of a process group anew from living processes: PyTorch's interface for faults.
+"""Create the communicator of a process group again, from living processes: PyTorch's interface for faults.
 
 A process group that was initialized with `enable_reconfigure=True` has a `GroupMember`. Each process gives its *handle*
-(a short text) to the others, by a store of the program. Then all processes of the next group pass the same list of
-handles and the same number, the *uuid*, to `reconfigure`. The list may lack processes of the old group, and have others
-of the job, so the old group's communicator is of no use. Neither is MPI_COMM_WORLD: once one of its ranks has died,
-Open MPI refuses all calls that would make a communicator from it, also one without that rank.
-(MPI_Comm_create_from_group, which needs no communicator, hangs now and then in Open MPI 5.0.11, also if nobody dies.)
-So each rank makes a communicator with each other rank while all live (`_pairs`). The communicator of two living ranks
-contains no dead rank, so MPI does not refuse it, and two groups can be merged by a communicator of their first ranks.
+(a short text) to the others, through a store that the program has. Then all processes of the next group pass the same
+list of handles and the same number, the *uuid*, to `reconfigure`. The list may leave out processes of the old group and
+contain other processes of the job, so the old group's communicator cannot serve. Neither can MPI_COMM_WORLD: once one
+of its ranks has died, Open MPI refuses to make any communicator from it, even one without the dead rank.
+(MPI_Comm_create_from_group, which needs no communicator, sometimes hangs in Open MPI 5.0.11, even if no process dies.)
+So, while all ranks are alive, each rank makes a communicator with each other rank (`_pairs`). The communicator of two
+living ranks contains no dead rank, so MPI accepts it. Two groups are merged by a communicator of their first ranks.
 
 A process may die at any moment of an *attempt* to make the group:
 
@@ -15,12 +15,13 @@ A process may die at any moment of an *attempt* to make the group:
    MPI_COMM_WORLD, which still works between living ranks. No rank waits for a note inside of MPI.
 2. Single members are merged into groups of two, these into groups of four, and so on (`_merge_all`). The first ranks of
    two groups connect these by a copy of their pair's communicator. They make the copy when both have said that they are
-   ready, and if one of them dies, the other gets an error.
+   ready. If one of them dies, the other gets an error.
 3. All other communicators are made in a `CommCreationGuard`, which revokes them on a death, so that no rank waits.
-4. Steps 2, 3 and 5 run in a thread. Now and then a call of MPI does not return although its communicator was revoked.
-   Then the thread is given up, so that the caller gets an error all the same.
-5. The members tell each other that they have the group. A member that sees a death before it has heard this from all
+4. The members tell each other that they have the group. A member that sees a death before it has heard this from all
    members gives the attempt up, and tells the others why.
+
+Steps 2 to 4 run in a thread. Sometimes a call of MPI does not return although its communicator was revoked. The thread
+is then abandoned, and the caller gets an error.
 """
 
 from __future__ import annotations
@@ -54,22 +55,22 @@ LOG = log.get("mpips.torch")
 PREFIX = "mpips"
 # the tag of notes on MPI_COMM_WORLD, and of the calls that make communicators
 TAG = 7302
-# What a note says: its sender has called `reconfigure`, can make a communicator with the receiver, makes it now, has
-# the group, or has given the attempt up.
+# What a note reports: its sender has called `reconfigure` (ARRIVED), can make a communicator with the receiver (READY),
+# makes it now (COPYING), has the group (MADE), or has given the attempt up (GIVEN_UP).
 ARRIVED, READY, COPYING, MADE, GIVEN_UP = range(5)
-# seconds between two looks at the thread that makes a group, and how long it may take to end after a death
+# seconds between two checks of the thread that makes a group, and seconds that it may take to end after a death
 JOIN_SECONDS, GIVING_UP_SECONDS = 2e-3, 2.0
 # another rank of the job -> the communicator of this rank and that one; the lower rank of the job is rank 0
 _pairs: dict[int, MPI.Intracomm] = {}
 
 
 def make_pairs() -> None:
-    """Make a communicator of each two ranks of the job. Collective over MPI_COMM_WORLD, blocking.
+    """Make a communicator for each pair of ranks of the job. Collective over MPI_COMM_WORLD, blocking.
 
     A second call does nothing, and is local.
 
     Raises:
-        CollectiveError: A rank has died before.
+        CollectiveError: A rank died before all pairs were connected.
     """
     world = MPI.COMM_WORLD
     if _pairs or world.size == 1:
@@ -77,7 +78,7 @@ def make_pairs() -> None:
     try:
         ArrivalBarrier(world, "init_process_group").wait(read_limits())
         everybody = world.Get_group()
-        # All ranks make their pairs in one order, so none waits for a pair whose other rank waits for a later one.
+        # All ranks make their pairs in the same order. So no rank waits for a rank that already waits in a later pair.
         for other in range(world.size):
             if other != world.rank:
                 pair = everybody.Incl(sorted((other, world.rank)))
@@ -108,7 +109,7 @@ class MemberHandle(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> MemberHandle:
-        """Return the handle that a text stands for. Raise ArgumentError if `text` is not a handle of this job."""
+        """Parse the text of a handle. Raise ArgumentError if `text` is not a handle of this job."""
         prefix, _, rest = text.partition(":")
         job, *numbers = rest.rsplit(":", 3)
         if prefix != PREFIX or len(numbers) < 3 or not all(number.isdigit() for number in numbers):
@@ -127,7 +128,7 @@ def _job() -> str:
 
 
 class Note(msgspec.Struct, array_like=True):
-    """A message by which a `GroupMember` tells another one how far it is in an attempt to make a group.
+    """A message that tells another `GroupMember` how far the sender is in an attempt to make a group.
 
     Its sender is the rank of MPI_COMM_WORLD that MPI reports for the message.
     """
@@ -168,8 +169,8 @@ class GroupMember:
     def check(self, uuid: int, texts: Iterable[str]) -> list[MemberHandle]:
         """Return the handles in the order of the new ranks. Local.
 
-        A set of handles is ordered by the ranks of the job. If this process has to refuse handles among which is its
-        own, the other members are told, so that they do not wait for it.
+        A set of handles is ordered by the ranks of the job. If this process's own handle is among them and the handles
+        cannot be used, this process tells the other members, so that they do not wait for it.
 
         Raises:
             ArgumentError: `uuid` or a handle cannot be used. Nothing was changed.
@@ -217,9 +218,8 @@ class GroupMember:
 
         Raises:
             MismatchError: Another member passes other handles.
-            StallError: A member has not come in time.
-            CollectiveError: A member has died or has given up. Whatever is raised is raised on all members, as long as
-                they are waiting.
+            StallError: The members have not made the group in time.
+            CollectiveError: A member has died or has given up. All members that are still waiting raise an error, too.
         """
         clock = Clock()
         self._attempts += 1
@@ -284,10 +284,11 @@ def _receive_notes() -> None:
                 member.keep(rank, note)
 
 
-# Threads of failed attempts that may never return from MPI: Open MPI does not always end a call whose communicator was
-# revoked. Later attempts of such a process could wait for them for ever.
+# Threads of failed attempts. They may never return from MPI, because Open MPI does not always end a call whose
+# communicator was revoked. A process that has such a thread makes no other group, because it could wait for ever.
 _given_up: list[threading.Thread] = []
-# What failed attempts have made: other processes may still read there that the attempt has failed.
+# The jobs of failed attempts. They are kept, because other processes may still read in their shared memory that the
+# attempt has failed.
 _failed: list[GroupJobs] = []
 
 
@@ -307,9 +308,9 @@ class _Attempt:
         # the ranks in MPI_COMM_WORLD, in the order of the new ranks
         self.ranks = [handle.rank for handle in handles]
         self.limits = Limits()
-        # communicators that are not needed any more when the group is there
+        # communicators of the merges, which are not needed any more when all members have the group
         self._steps: list[MPI.Comm] = []
-        # what the present wait is for
+        # what this member waits for now: a step (`Note.step`), and the ranks of the job that have to report it
         self._awaited: tuple[int, Collection[int]] = (ARRIVED, ())
         self._jobs: GroupJobs | None = None
 
@@ -380,9 +381,9 @@ class _Attempt:
     def _copy_pair(self, other: int) -> MPI.Intracomm:
         """Make a communicator of this member and another one. Blocking.
 
-        Once both have said that they are ready, both call Dup, whatever else happens. If only one did, its call would
-        match the other's call of a later attempt. This holds also if this process is stopped (SIGSTOP) before it hears
-        that the other one is ready, and the other one gives the attempt up while it waits in Dup.
+        Once both members have said that they are ready, both call Dup, whatever else happens. If only one of them did,
+        its call would match the other member's call of a later attempt. This also holds if this process is stopped
+        (SIGSTOP) before it learns that the other member is ready, and the other member gives up while it waits in Dup.
         """
         self._tell([other], READY)
         self._wait(READY, [other])
@@ -392,20 +393,23 @@ class _Attempt:
         return copy
 
     def give_up(self, error: BaseException) -> BaseException:
-        """Tell the other members that the attempt has failed on this one. Return the error to raise."""
+        """Tell the other members that the attempt has failed on this member. Return the error to raise."""
         if isinstance(error, MPI.Exception):
             error = self._explain(error)
         told = error if isinstance(error, CollectiveError) else None
         sentence = str(told or f"{self._what}: rank {MPI.COMM_WORLD.rank} of the job has given up: {error!r}")
         self._tell(range(len(self.ranks)), GIVEN_UP, sentence, kind_index(error))
         if self._jobs is not None:
-            # Another member may have the group already, if all have made it.
+            # If all members have made the group, another member may already use it.
             self._jobs.end(sentence)
             _failed.append(self._jobs)
         return error
 
     def _explain(self, error: MPI.Exception) -> CollectiveError:
-        """Return the error that tells why MPI has raised. The report of a death may come later than MPI's error."""
+        """Return the error that explains why a call of MPI has failed. Blocking.
+
+        The report of a death may come later than MPI's error, so wait for it for a moment.
+        """
         clock = Clock()
         while not (failure := self._failure()) and clock.seconds() < DEATH_SECONDS:
             _receive_notes()
@@ -417,7 +421,7 @@ class _Attempt:
         self._member.send([self._handles[place] for place in places], Note(0, self._uuid, step, text, kind))
 
     def _wait(self, step: int, places: Collection[int]) -> None:
-        """Wait until the members with these new ranks have said that they are at `step`. Blocking."""
+        """Wait until the members with these new ranks have reported `step`. Blocking."""
         ranks = [self.ranks[place] for place in places if self.ranks[place] != MPI.COMM_WORLD.rank]
         self._awaited = step, ranks
         left = max(self._seconds - self._clock.seconds(), 1e-3)
@@ -438,8 +442,8 @@ class _Attempt:
     def look(self, waited: float) -> None:
         """Raise if a member has given up, passes other handles, or has died.
 
-        After this member has said that it is ready (`_copy_pair`), only the awaited member counts, and nothing counts
-        once that one makes the communicator.
+        After this member has reported READY (`_copy_pair`), only the member that it waits for is checked. Once that
+        member makes the communicator, nothing is checked any more.
         """
         step, awaited = self._awaited
         notes = self._member.notes_of(self._uuid)
@@ -460,7 +464,7 @@ class _Attempt:
         return StallError(f"{self._what} has taken longer than {self._seconds:.3g} s")
 
     def _said(self, ranks: Collection[int] | None = None) -> CollectiveError | None:
-        """Return the error of which the notes of these ranks of the job (None: of all members) tell, or None."""
+        """Return the error that the notes of these ranks of the job (None: of all members) report, or None."""
         notes = self._member.notes_of(self._uuid)
         for (rank, step), note in sorted(notes.items(), key=lambda item: item[0]):
             if step == GIVEN_UP and rank in (self.ranks if ranks is None else ranks):

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mpips.collectives.plan import Plan
 
 NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.float16: np.float16}
-# how many numbers ranks compare: two for each bit of the token, and one that is above 0 if a gradient came late
+# count of the numbers that ranks compare: two for each bit of the token, and one that is above 0 if a gradient was late
 COMPARED = 2 * BITS + 1
 
 
@@ -125,7 +125,7 @@ class Reducer:
         return alike
 
     def contribute_nothing(self) -> None:
-        """Contribute zeros to a backward pass of the other ranks. For a rank that has finished its own steps."""
+        """On a rank that has finished its own steps, contribute zeros to a backward pass of the other ranks."""
         self.gradients.zero()
         self._reduce_rest(None, ())
         self._rows.exchange(False, 1.0)
@@ -143,7 +143,7 @@ class Reducer:
     def _take_pending(self) -> None:
         """Copy the gradient that arrived last into its bucket, and start the buckets that are complete."""
         index, self._pending = self._pending, -1
-        # The gradient is None if one of the user's hooks has dropped it.
+        # The gradient is None if one of the user's hooks has set it to None.
         if index < 0 or (gradient := self.gradients.parameters[index].grad) is None:
             return
         bucket = self._bucket_of[index]
@@ -288,7 +288,7 @@ class SharedGradients:
                 self.parameters[index].grad = None
 
     def add(self, index: int) -> None:
-        """Add the gradient that a parameter got after its bucket had started to the mean in the bucket."""
+        """Add a late gradient, which a parameter got after its bucket had started, to the mean in the bucket."""
         self._views[index].add_(_dense(self.parameters[index].grad))
 
     def write_words(self, token: int | None, late: bool) -> None:
@@ -310,7 +310,7 @@ class SharedGradients:
         return self._compared[-1].item() > 0
 
     def give(self, scale: float) -> bool:
-        """Give each parameter that any rank used its gradient, times `scale`. Set `grad` of the others to None.
+        """Set `grad` of each parameter that any rank used to the mean, times `scale`. Set any other `grad` to None.
 
         Call it after the reduction. Return True if all ranks' tokens were the same. Otherwise return False and change
         nothing.
@@ -360,10 +360,10 @@ class RowGradients:
         self._every = np.empty((comm.size, 0), np.uint8)
 
     def exchange(self, contributes: bool, scale: float) -> None:
-        """Give each parameter that any rank used the mean of all ranks' gradients. Collective, blocking.
+        """Set `grad` of each parameter that any rank used to the mean of all ranks' gradients. Collective, blocking.
 
-        A parameter that no rank used gets None. The mean is sparse, unless a rank had a dense gradient. Rows are added
-        in the order of the ranks, so the result has the same bits on all ranks.
+        If no rank used a parameter, its `grad` becomes None. The mean is sparse, unless a rank had a dense gradient.
+        Rows are added in the order of the ranks, so the result has the same bits on all ranks.
 
         Args:
             contributes: False if this rank has no gradients to give.

@@ -115,7 +115,7 @@ def flatten_result(tensor: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
 
 
 def from_array(array: NDArray[Any]) -> Tensor:
-    """Return a tensor that shares an array's memory. PyTorch does not know NumPy's bfloat16, but has the type."""
+    """Return a tensor that shares an array's memory. `torch.from_numpy` alone does not accept NumPy's bfloat16."""
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
@@ -171,7 +171,7 @@ def sparse_parameters(module: torch.nn.Module) -> set[Tensor]:
 
 
 # How many numbers describe a sparse tensor: the numbers of its entries, of its sparse dimensions and of all dimensions,
-# its dtype, and up to 64 extents.
+# its dtype, and up to 64 sizes of dimensions.
 WORDS = 68
 
 

@@ -337,14 +337,14 @@ class Communication:
     def _run_side_by_side(self, until: Callable[[], bool] = lambda: False) -> None:
         """Run jobs until none is left, or until `until()` is true.
 
-        All jobs that have begun advance in turn. Running one job alone to its end could deadlock, because another rank
-        may be waiting in a different job.
+        All jobs that have begun advance step by step, one after another. If one job alone ran to its end, ranks could
+        deadlock, because another rank may be waiting in a different job.
         """
         moved = time.monotonic()
         while not until() and ((has_begun := self._begin_next_job()) or self._under_way):
             before = len(self._under_way)
             for each in list(self._under_way):
-                # The callback of another job's future may have run this job to its end meanwhile.
+                # Since this loop began, a callback of another job's future may have run this job to its end.
                 if each in self._under_way:
                     self._take_step(*each)
             if has_begun or len(self._under_way) < before:
@@ -371,7 +371,7 @@ class Communication:
         with self._state:
             for place, job in enumerate(self._jobs):
                 if job.order not in taken:
-                    # Under the lock, so that `wait_for` finds the job in one of the two lists.
+                    # Move the job under the lock, so that `wait_for` always finds it in one of the two lists.
                     del self._jobs[place]
                     self._under_way.append((job, job.steps()))
                     return True
@@ -396,8 +396,8 @@ def wait_for_plan(plan: Plan) -> Iterator[None]:
 class Messages:
     """MPI's own calls, on a communicator that is used for nothing else.
 
-    A group uses them for exchanges that are uneven or have a root, bitwise reductions, sends and receives. Each method
-    returns an iterator that starts the MPI call at its first step and ends when the call has completed.
+    A group uses them for bitwise reductions, sends and receives, and exchanges that are uneven or have a root. Each
+    method returns an iterator that starts the MPI call at its first step and ends when the call has completed.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mpips.store.api import KVStore
 
 Batch = tuple[Samples, Samples]
-# number of samples that are evaluated at a time
+# number of samples in one forward pass of an evaluation
 BLOCK = 1024
 # To check that their arrays are the same, workers compare this many rows of an array, and this many numbers of a row.
 SHOWN_ROWS = 8
@@ -43,7 +43,7 @@ def shares(samples: int, batch_size: int, epoch: int, seed: int, kv: KVStore, de
 
 
 def check_enough(samples: int, batch_size: int, workers: int) -> None:
-    """Raise ValueError if the samples do not fill one mini-batch of all workers."""
+    """Raise ValueError if there are too few samples for one step, in which each worker takes `batch_size` samples."""
     if batch_size * workers > samples:
         raise ValueError(
             f"batch_size={batch_size} on {workers} workers needs {batch_size * workers} samples a step, "
@@ -66,7 +66,7 @@ class Arrays:
 
     # True if workers may have different numbers of batches
     uneven: ClassVar[bool] = False
-    # True if an epoch is known to end
+    # True if each epoch is known to have an end, unlike an endless stream
     bounded: ClassVar[bool] = True
 
     def order(self, workers: int) -> str:
@@ -84,7 +84,7 @@ class Arrays:
             number: The number of the epoch, from 1.
             kv: The store. It gives this worker's rank and the number of workers.
             skip: The number of batches to leave out, because they were taken before a resume.
-            dealt: The number of samples of this epoch that had been used when the number of workers changed.
+            dealt: The number of samples of this epoch that had been used when the number of workers last changed.
         """
         every = itertools.islice(shares(len(self.x), self.batch_size, number, self.seed, kv, dealt), skip, None)
         return ((self.x[rows], self.y[rows]) for rows in every)
@@ -115,7 +115,7 @@ class Batches:
 
     @property
     def bounded(self) -> bool:
-        """True if an epoch is known to end."""
+        """True if each epoch is known to have an end, unlike an endless stream."""
         return self.most is not None or _has_length(self.source)
 
     def epoch(self, number: int, kv: KVStore | None = None, skip: int = 0, dealt: int = 0) -> Iterator[Batch]:
@@ -277,7 +277,7 @@ def check_samples(model: object, source: Source | None) -> None:
 
 
 def samples_shown(*sources: Source | None) -> np.ndarray:
-    """Return a few numbers of each array, float64 (numbers,). Workers compare them to check their arrays are equal."""
+    """Return a few numbers of each array, float64 (numbers,), by which workers check that their arrays are equal."""
     shown = [np.empty(0)]
     for source in sources:
         if isinstance(source, Arrays) and len(source.x):
@@ -291,7 +291,7 @@ def samples_shown(*sources: Source | None) -> np.ndarray:
 
 
 def check_same_arrays(shown: Sequence[np.ndarray]) -> None:
-    """Raise ValueError if the workers' results of `samples_shown`, by rank, differ by more than rounding."""
+    """Raise ValueError if the workers' arrays differ by more than rounding. `shown[r]` is `samples_shown` of rank r."""
     first = shown[0]
     for rank, other in enumerate(shown):
         # A worker whose arrays could not be converted has fewer numbers.

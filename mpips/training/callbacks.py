@@ -35,7 +35,7 @@ class Fitting:
         steps: The number of exchanges in an epoch, or None if it is not known because batches come from an iterable.
         uneven: True if workers may take different numbers of steps, because each worker has batches of its own.
         asynchronous: True if workers do not wait for each other.
-        measures: The names that `Epoch.value` accepts: "loss", and with test data "test_loss" and others.
+        measures: The names that `Epoch.value` accepts: "loss", and with test data also "test_loss" and similar names.
         alone: True while a spare that has replaced a dead worker calls `on_begin`. The other workers called it long
             ago, so the collective calls of this class do nothing then.
     """
@@ -148,7 +148,7 @@ def check_order(position: Position, order: str, same: Collection[str] = ()) -> N
         position: The position where the fit would continue.
         order: The result of `order_of` for this fit.
         same: Further orders that are accepted. They differ from `order` only in the number of workers. The rest of the
-            epoch is then shared out anew.
+            epoch is then divided again among the workers.
     """
     if position.batches and position.order and position.order not in (order, *same):
         raise ValueError(
@@ -167,7 +167,7 @@ class Callback:
     The time that callbacks take does not count as seconds of an epoch.
 
     Attributes:
-        last: True if this callback is called after the others. A callback that saves the others' state needs this.
+        last: True to call this callback after the others, for a callback that saves the state of the other callbacks.
     """
 
     last: ClassVar[bool] = False

@@ -42,7 +42,8 @@ STEP = re.compile(r"step-\d{8,}")
 VERSION = 1
 # name of the entry in the metadata of the Trainer's file that holds the TrainerHeader
 METADATA = "mpips.trainer"
-# name of an update (see `updates`) in a file -> the arguments of the Trainer that select this update
+# The kinds of update (ways to turn gradients into parameters, see `updates`): name in a checkpoint's file -> the
+# arguments of the Trainer that select this kind
 UPDATES = {
     "none": "none of clip_norm, elastic and local",
     "none, clipped": "clip_norm",
@@ -101,9 +102,9 @@ class Position:
     stopped: bool = False
     # a text that describes which samples come in which step; a resume in the middle of an epoch needs the same order
     order: str = ""
-    # number of samples of this epoch that all workers had used when the rest was last shared out anew (`deal`)
+    # number of samples of this epoch that all workers had used when `deal` last divided the rest of the epoch
     dealt: int = 0
-    # number of batches that this worker had taken in this epoch at that time
+    # number of batches that this worker had taken in this epoch when `deal` was last called
     since: int = 0
     history: list[Epoch] = field(default_factory=list)
     # name of a callback (its class and a number, such as "EarlyStop 0") -> its state
@@ -115,13 +116,13 @@ class Position:
         return self.loss_sum / self.batches if self.batches else float("nan")
 
     def took(self, loss: float) -> None:
-        """Count a batch whose loss and gradients were computed."""
+        """Record the loss of a batch that was computed: update the sum of losses and the number of batches."""
         self.last_loss = float(loss)
         self.loss_sum += self.last_loss
         self.batches += 1
 
     def deal(self, mini_batch: int) -> None:
-        """Share out the rest of the epoch anew, because the number of workers has changed.
+        """Divide the rest of the epoch again, because the number of workers has changed.
 
         The rest begins at the first sample that no step has used. `mini_batch` is the number of samples that all
         workers together have taken in each step until now.
@@ -312,10 +313,10 @@ def _step(path: Path) -> int:
 
 
 def prune(folder: str, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints, and older store files without a Trainer's file.
+    """Remove all but the newest `keep` checkpoints. Also remove older store files without a Trainer's file.
 
-    Such a file stays behind if the job is killed while it saves. Of each checkpoint, the Trainer's file is removed
-    first, so that an incomplete checkpoint is never taken for a complete one.
+    A store file without a Trainer's file is left behind if the job is killed while it saves. Of each checkpoint, the
+    Trainer's file is removed first, so that an incomplete checkpoint is never taken for a complete one.
     """
     whole = steps_in(folder)
     for path in whole[:-keep]:
@@ -378,7 +379,7 @@ def _read_header(path: str, text: str | None) -> TrainerHeader:
 
 
 def _check_update(path: str, header: TrainerHeader, update: Update) -> None:
-    """Raise ValueError if the checkpoint has another kind of update, or another optimizer on the workers."""
+    """Raise ValueError if the checkpoint has another kind of update, or its workers ran another optimizer."""
     if header.update != update.name:
         raise ValueError(
             f"{path} was saved with {UPDATES.get(header.update, header.update)}, and this Trainer has "

@@ -116,7 +116,7 @@ def _summed(name: str, value: object, samples: int) -> float:
 
 
 def means(every: Iterable[Sums]) -> Sums:
-    """Return the means over all samples, given the sums of each worker.
+    """Return the means over all samples. `every` has the sums of each worker.
 
     Raises ValueError if no worker has samples, or if workers measured different things.
     """
@@ -153,8 +153,8 @@ def evaluate(parts: TrainerParts, source: Source, number: int = 1) -> Sums:
     except Exception as error:
         # The user's model, metric or batches may raise anything.
         failure = error
-    # All workers raise the same error. It is `failure` itself if this is a ValueError or TypeError, and otherwise a
-    # ValueError that names the class of `failure`.
+    # All workers raise the same error. A ValueError or TypeError is raised as it is. Any other failure becomes a
+    # ValueError that names its class.
     refusal = failure
     if failure is not None and not isinstance(failure, (ValueError, TypeError)):
         refusal = ValueError(f"evaluate: {type(failure).__name__}: {failure}")

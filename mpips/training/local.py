@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from mpips.store.runtime.engine import Handle
 
 LOG = log.get("mpips.training")
-# Outer optimizers by name. "nesterov" is that of DiLoCo. "average" is that of local SGD, and gives the mean of all
-# workers' parameters.
+# Outer optimizers by name. DiLoCo uses "nesterov". Local SGD uses "average", which gives the mean of all workers'
+# parameters.
 OUTER = {"nesterov": SGD(0.7, momentum=0.9, nesterov=True), "average": SGD(1.0)}
-# the key that workers of a synchronous store sum their numbers of tokens in
+# the key in which workers of a synchronous store sum their numbers of tokens
 TOKENS = "mpips/tokens"
 Arrays = Sequence[np.ndarray]
 
@@ -148,7 +148,7 @@ def workers_in_a_sum(kv: KVStore) -> float:
 
 
 class CenterExchange:
-    """Exchanges parameters with the store's centre. An exchange is prepare(), send() and take().
+    """Exchanges parameters with the store's centre. An exchange consists of the calls prepare(), send() and take().
 
     In all methods, `places` are positions in the list of all parameters.
 
@@ -156,7 +156,7 @@ class CenterExchange:
         kv: The store.
         keys: The keys of the parameters in the store.
         shapes: Arrays with the shapes and dtypes of the parameters.
-        rule: Decides which values are pushed, and how far parameters move towards the centre.
+        rule: The rule that decides which values are pushed, and how far parameters move towards the centre.
         members: The number of workers in a client. Their parameters are equal, and their pushes are summed before they
             reach the store.
     """
@@ -185,7 +185,7 @@ class CenterExchange:
 
     @quiet
     def prepare(self, parameters: Arrays, places: Sequence[int]) -> None:
-        """Compute the values to push."""
+        """Compute the values that `send` will push for these parameters."""
         for place in places:
             parameter, pushed = parameters[place], self._pushed[place]
             if self._elastic:
@@ -296,7 +296,7 @@ class LocalRounds:
     def average_over_workers(self) -> None:
         """Set the outer optimizer's `rescale` to the current number of workers. Collective, blocking.
 
-        After a load from a checkpoint, or after a death, `rescale` may be that of another number of workers.
+        After a load from a checkpoint, or after a death, `rescale` may fit another number of workers.
         """
         outer = averaged(self._rule.optimizer, workers_in_a_sum(self._kv))
         now = self._kv.worker.groups.of(self._keys[0])
@@ -323,7 +323,7 @@ class LocalRounds:
         return (steps - (number + 1) * self._rule.every // len(self.fragments)) % self._rule.every
 
     def step(self, parameters: Arrays, tokens: int = 0) -> None:
-        """Count an inner step, end an exchange whose time has come, and begin the exchanges that are due.
+        """Count an inner step, end an exchange that is due to end, and begin the exchanges that are due.
 
         `tokens` is the number of tokens that the step trained on.
         """
@@ -399,7 +399,7 @@ class LocalRounds:
     def share(self, parameters: Arrays, newest: bool = False) -> None:
         """Set the parameters to the centre, which in a synchronous store is the same on all workers.
 
-        Changes since the last exchange, and their tokens, are dropped.
+        Changes since the last exchange, and their tokens, are discarded.
 
         Args:
             parameters: The parameters.
@@ -442,7 +442,7 @@ class LocalRounds:
         numbers = range(len(self.fragments)) if synchronous or self._joins else due
         if numbers:
             self._exchange.pull([place for number in numbers for place in self.fragments[number]])
-        # This exchange is complete in the store. Only its centre has not arrived at this worker.
+        # The store has completed this exchange. Only its result, the centre, has not been applied on this worker.
         if due and not self._unmade(due[0]):
             self._exchange.take(parameters, self.fragments[due.pop()])
         if self._quorum and (lost := max(goal - self._round(place) for place, goal in enumerate(self._goals)) - 1) > 0:
@@ -482,7 +482,7 @@ class LocalRounds:
         return begins
 
     def _unmade(self, number: int) -> list[int]:
-        """Return the places of a fragment whose keys lack this worker's last push."""
+        """Return the places of those parameters of a fragment whose keys do not include this worker's last push yet."""
         return [place for place in self.fragments[number] if self._goals[place] > self._round(place)]
 
     def _round(self, place: int) -> int:
@@ -490,7 +490,7 @@ class LocalRounds:
 
 
 class LocalProgress(msgspec.Struct, array_like=True, frozen=True):
-    """The progress that a worker reports to the others after a death. The fields are those of `LocalRounds`."""
+    """A worker's report of its progress after a death. `LocalRounds` has attributes of the same names."""
 
     steps: int
     goals: list[int]

@@ -47,7 +47,7 @@ from mpips.training.step import Blocking, TrainerParts, check_uneven_batches
 
 LOG = log.get("mpips.training")
 
-# A worker's batches seem to be endless if it has batches for MANY + UNEVEN * n steps, and another worker for only n.
+# A worker's batches seem to be endless if they last for MANY + UNEVEN * n steps when another worker's last for only n.
 UNEVEN = 100
 MANY = 2000
 
@@ -70,7 +70,7 @@ class Fit:
         self._began = 0.0
         self._survival = survival
         self._recovery = Recovery(parts.kv, () if parts.blocking is None else parts.blocking.update.keys, self._go_back)
-        # the stage that the fit has reached, a constant of `rejoin` such as BEGIN
+        # how far the fit is within a step: a constant of `rejoin`, such as BEGIN (before `on_begin`)
         self._stage = BEGIN
 
     def run(self) -> list[Epoch]:
@@ -105,7 +105,7 @@ class Fit:
             self._fit.alone = False
 
     def _go_on(self) -> None:
-        """Run from the current stage to the end of the fit."""
+        """Run the fit from its current stage (`_stage`) to the end."""
         if self._stage == BEGIN:
             for callback in self._callbacks:
                 callback.on_begin(self._fit)
@@ -124,12 +124,15 @@ class Fit:
             for callback in self._callbacks:
                 callback.on_end(self._fit)
             self._come_to(ENDED)
-        # Wait for all workers. A worker that has left could not help the others to recover from a death.
+        # Wait for all workers. A worker that has left this call could not help the other workers to recover.
         if self._survival is not None:
             self._parts.kv.worker.agree("fit: the end")
 
     def _come_to(self, stage: int) -> None:
-        """Begin a stage, which is a constant of `rejoin`, and remember this moment."""
+        """Set the stage of the fit to `stage`, a constant of `rejoin` such as BEGIN.
+
+        If the store survives deaths, also remember this moment, so that the fit can go back to it after a death.
+        """
         self._stage = stage
         if self._survival is not None:
             states = None if stage == COUNTED else hooks.states(self._callbacks)
@@ -244,7 +247,7 @@ class Fit:
                 self._survival.cancel_exchange()
 
     def _check_end(self, has_batch: bool, together: int, taken: int) -> None:
-        """Raise ValueError on all workers if one worker seems to have endless batches and others have used theirs.
+        """Raise ValueError on all workers if one worker's batches seem to be endless and another worker has none left.
 
         Args:
             has_batch: True if this worker had a batch in this step.
@@ -380,7 +383,7 @@ def _start(parts: TrainerParts, arguments: FitArguments, positions: Sequence[Pos
         positions: The saved positions of all workers, or this worker's position only.
 
     Raises:
-        ValueError, TypeError: The order of samples, or a callback, does not fit this fit.
+        ValueError, TypeError: A saved position has another order of samples, or a callback cannot work in this fit.
     """
     source, before, workers = arguments.source, len(positions), parts.kv.num_workers
     order = order_of(parts, source, workers)

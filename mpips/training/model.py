@@ -72,7 +72,7 @@ class EvaluatedModel(Model, Protocol):
 
 
 def check_model_arrays(model: object) -> None:
-    """Raise TypeError or ValueError if the model lacks a member of `Model`. The error names it."""
+    """Raise TypeError or ValueError if the model lacks a member of `Model`. The error names the missing member."""
     lacks = [name for name in REQUIRED if not hasattr(model, name)]
     if type(model).__module__.partition(".")[0] == "torch" or hasattr(model, "named_parameters"):
         raise TypeError(
@@ -97,7 +97,7 @@ def check_model_arrays(model: object) -> None:
 
 
 def check_method(model: object, method: str, feature: str) -> None:
-    """Raise TypeError if the model lacks a method that a feature needs. The error names both."""
+    """Raise TypeError if the model lacks a method that a feature needs. The error names the method and the feature."""
     if not callable(getattr(model, method, None)):
         raise TypeError(
             f"{feature} needs a model with {method}, which {type(model).__name__} has not: add it, or "

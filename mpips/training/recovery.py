@@ -25,9 +25,9 @@ class Recovery:
     1. A process dies. The call raises an error on every worker that is alive.
     2. `kv.recover()` repairs the store. Afterwards every key holds a complete round (a push by every worker), and
        spares have replaced dead workers and servers.
-    3. `meet()` lets the workers report to each other how far each has come. Each worker then goes to a point in its
-       training that fits the others and the store. Only the owner of the training loop knows how to do this, so it
-       passes this function.
+    3. In `meet()`, the workers report their progress to each other. Each worker then goes to a point in its training
+       that fits the other workers and the store. Only the owner of the training loop knows how to do this, so it passes
+       this function.
     4. The call is made again.
 
     If another process dies in step 2 or 3, the workers begin again with step 2. In a store that does not survive

@@ -82,7 +82,7 @@ class SurvivingFit:
         self._history: list[Epoch] = []
         # generation (number of failures of the store so far) -> this worker's rank in it
         self._ranks = {parts.kv.generation: parts.kv.rank}
-        # the generation of the store whose ranks give the order of the lists of losses
+        # Lists of losses are in the order of the ranks of this generation of the store.
         self._ordered_by = parts.kv.generation
         # The number of steps minus the number of pushes to the Trainer's keys. It is not 0 after a resume, for example.
         self._offset = 0
@@ -97,7 +97,7 @@ class SurvivingFit:
     # ---- moments
 
     def begin(self, position: Position) -> None:
-        """Begin on all workers. In a synchronous store they exchange their histories. Collective, blocking."""
+        """Begin the fit. In a synchronous store, the workers exchange their histories. Collective, blocking."""
         encoded = self._kv.worker.agree("fit: it survives deaths", data=msgspec.msgpack.encode(position))
         positions = [msgspec.msgpack.decode(data, type=Position) for data in encoded]
         if self._synchronous:
@@ -109,7 +109,7 @@ class SurvivingFit:
         self._watch_group()
 
     def note_exchange(self, position: Position) -> None:
-        """Note that an exchange begins. When it ends, the batches taken so far have become one more step.
+        """Note that an exchange begins. When it ends, the step has increased by one.
 
         Collective in a synchronous store, where the workers report their losses to each other.
         """
@@ -152,10 +152,13 @@ class SurvivingFit:
     # ---- after a death
 
     def meet(self) -> tuple[Position, int]:
-        """Hold the meeting with the other workers, after a recovery. A spare that has become a worker also takes part.
+        """After a recovery, agree with all other workers where the training continues, and go back to that moment.
 
-        Collective, blocking. Return the position where this worker continues, with the history and the states of the
-        callbacks, and the stage.
+        Collective, blocking. A spare that has just become a worker also calls it.
+
+        Returns:
+            The position where this worker continues, which contains the history and the states of the callbacks; and
+            the stage at that position, such as COUNTED.
         """
         kv = self._kv
         self._ranks[kv.generation] = kv.rank
@@ -177,7 +180,7 @@ class SurvivingFit:
         return position, moment.stage
 
     def _report(self) -> WorkerReport:
-        """Return this worker's report to the others."""
+        """Return this worker's report to the other workers."""
         moments = [_with_data(moment) for moment in self._moments]
         ahead = None if self._ahead is None else _with_data(self._ahead)
         keys = self._kv.worker.keys
@@ -195,7 +198,7 @@ class SurvivingFit:
         )
 
     def _go_back_to(self, moment: Moment, reports: Sequence[WorkerReport | None], report: WorkerReport) -> Position:
-        """Go back to a moment from `report`, which is the report of this worker or of another. Local."""
+        """Go back to a moment from `report`, the report of this worker or of another worker. Local."""
         kv, order = self._kv, order_of_losses(reports, report.ordered_by, moment.workers)
         position = replace(moment.position, history=list(report.history[: moment.ended]))
         self._losses = [moment.losses[number] for number in order] if moment.losses else []
@@ -304,7 +307,7 @@ class Moment(msgspec.Struct, frozen=True):
 
     @property
     def place(self) -> tuple[int, int]:
-        """The place in the order of the moments of a step."""
+        """A pair of numbers that puts the moments of one step in order."""
         return self.ended, self.stage
 
 
@@ -314,11 +317,11 @@ def _with_data(moment: Moment) -> Moment:
 
 
 class WorkerReport(msgspec.Struct, frozen=True):
-    """The report of one worker in a meeting. A spare, which does not know where the training was, reports nothing."""
+    """A worker's report in the meeting after a death. A spare, which knows nothing about the training, sends None."""
 
     # generation of the store -> the worker's rank in it
     ranks: dict[int, int]
-    # the generation whose ranks give the order of the lists of losses
+    # The lists of losses are in the order of the ranks of this generation.
     ordered_by: int
     moments: list[Moment]
     # the moment after the exchange that was in flight, or None
@@ -342,11 +345,11 @@ class WorkerReport(msgspec.Struct, frozen=True):
         return self.done if self.ahead is None else self.ahead.step
 
     def last(self, step: int) -> tuple[int, int] | None:
-        """Return the place of the step's last moment, or None if the worker does not remember the step."""
+        """Return the place (`Moment.place`) of the step's last moment, or None if the worker has forgotten the step."""
         return max((moment.place for moment in self._all() if moment.step == step), default=None)
 
     def at(self, step: int, place: tuple[int, int]) -> Moment:
-        """Return the last moment of a step that is not after `place`."""
+        """Return the last moment of a step whose place is at most `place`."""
         moments = [moment for moment in self._all() if moment.step == step and moment.place <= place]
         return sorted(moments, key=lambda moment: moment.place)[-1]
 
@@ -424,9 +427,9 @@ def furthest_of(reports: Sequence[WorkerReport | None]) -> list[int]:
 
 
 def order_of_losses(reports: Sequence[WorkerReport | None], generation: int, workers: int) -> list[int]:
-    """Return, for each current worker, the place of its losses in lists that have the order of an older generation.
+    """Return the index of each current worker's losses in lists that are in the order of an older generation's ranks.
 
-    A spare gets the place of a worker that has died.
+    A spare gets the index of a worker that has died.
 
     Args:
         reports: For each current rank its report, or None for a spare.

@@ -38,7 +38,7 @@ class TrainerParts:
 
 
 class StepTotals(NamedTuple):
-    """A summary over all workers of a step in which workers may have different numbers of batches."""
+    """The batches and samples of all workers in a step, when workers may have different numbers of batches."""
 
     # True if any worker had a batch; otherwise the epoch is over
     batches: bool
@@ -51,7 +51,7 @@ class StepTotals(NamedTuple):
 class Blocking:
     """Computes gradients and exchanges them. An exchange sends the gradients of `accumulate` batches by an `Update`.
 
-    It is called blocking because an exchange ends before its step ends.
+    The class is called Blocking because each step waits until its exchange has ended.
     """
 
     def __init__(self, model: Model, update: Update, accumulate: int) -> None:
@@ -83,7 +83,7 @@ class Blocking:
         return self._added
 
     def add(self, x: Samples, y: Samples) -> float:
-        """Compute a batch, which then waits for the next exchange. Return its loss. Local."""
+        """Compute the loss and gradients of a batch. They wait for the next exchange. Return the loss. Local."""
         if not self._added:
             self._begin = time.perf_counter()
         loss = _number(self.model.loss_and_gradients(x, y))
@@ -97,7 +97,8 @@ class Blocking:
         self._added += 1
 
     def flush(self) -> bool:
-        """Exchange the mean over all samples of the waiting batches. Return False if no batch waits. Blocking."""
+        """Exchange the mean gradient over all samples of the waiting batches, or return False if none waits. Blocking.
+        """
         if not self._added:
             return False
         self._sum.mean()
@@ -105,7 +106,7 @@ class Blocking:
         return True
 
     def flush_uneven(self, samples: int) -> StepTotals:
-        """Exchange the mean over the samples of all workers. A worker may have any number of samples, or none.
+        """Exchange the mean gradient over the samples of all workers. A worker may have any number of samples, or none.
 
         Blocking. All workers of the update's group must call it. They sum two numbers before the exchange.
 
@@ -127,7 +128,7 @@ class Blocking:
         return totals
 
     def forget(self) -> None:
-        """Drop the waiting batches."""
+        """Discard the batches that wait for the next exchange."""
         self._sum.forget()
         self._added = 0
 
@@ -219,7 +220,7 @@ class Accumulated:
         self.forget()
 
     def forget(self) -> None:
-        """Drop the sum, and begin a new one."""
+        """Discard the sum, and begin a new one."""
         for total in self._sums or ():
             total[...] = 0
         self._samples = 0

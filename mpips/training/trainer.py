@@ -56,8 +56,8 @@ class Trainer(NotCopyable):
         elastic: Elastic averaging. It needs an asynchronous store.
         local: An `mpips.training.Local`, for local SGD or DiLoCo. Each client (a group of workers) trains by itself.
             After every `local.every` steps the store's outer optimizer applies the changes that the clients have made.
-        overlap: Exchange gradients while others are computed. The value is a strategy of `mpips plan`, or "auto", which
-            measures the job and chooses the best strategy. The model must consist of layers
+        overlap: Exchange some gradients while others are still being computed. The value is a strategy of `mpips plan`,
+            or "auto", which measures the job and chooses the best strategy. The model must consist of layers
             (`mpips.overlap.LayeredModel`, such as `MLP`). The store must not be one that survives deaths.
         clip_norm: The largest global norm of a gradient. In a synchronous store it applies to the mean over all
             workers. The store then only sums gradients. Every worker keeps the optimizer's state and updates its own

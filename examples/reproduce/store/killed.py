@@ -2,11 +2,12 @@
 
     python -m examples.reproduce.store.killed [--kills 50]
 
-Roles in turn: worker, server, spare, member of a client. Each worker writes the number of its operation into memory
-of its own just before the call, and again after it; that is the truth, of which the recorder knows nothing. A worker's
-page is right where it names that operation. Where the kill came between the truth and the call, before the call has
-begun, that is the one before: such kills are counted apart. A server's page is right where it names the sum of a
-key that the workers' truth allows: no older than what a worker has already read, none that a worker has not yet pushed.
+The killed rank is in turn a worker, a server, a spare and a member of a client. Just before each call, and again after
+it, a worker writes the number of the operation into a file of its own. These numbers are the truth, which the recorder
+does not know. A worker's page is right if it names the operation whose number was written last. If the kill came after
+this number was written but before the call began, the page names the operation before: such kills are counted
+separately. A server's page is right if it names the sum of a key that the truth allows: no older sum than one that a
+worker has already read, and no newer one than all workers have begun to push.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ ROLES = ("worker", "server", "spare", "client member")
 KEYS = {"w": 10, "b": 1000, "long": 300_000}
 # more operations than a job gets to
 MOST = 200_000
-# least number of operations of every worker before a kill
+# the number of operations that every worker must have begun before a kill
 WARM = 20
 
 
@@ -48,7 +49,7 @@ def operations() -> list[tuple[str, str]]:
 
 
 def work(folder: Path, kind: str) -> None:
-    """Be a worker: call one operation after another until the job ends. Write the truth to `folder`."""
+    """Run as a worker: call one operation after another until the job ends. Write the truth to `folder`."""
     import mpips
 
     kv = mpips.create(kind)
@@ -123,7 +124,8 @@ def kill(role: str, folder: Path, chance: random.Random) -> tuple[str, str]:
 def judge(role: str, pid: int, lane: page.LastCall, truth: dict[int, tuple[int, int]]) -> str:
     """Compare the page of a killed rank with the truth. Return "right", "between" or "wrong".
 
-    "between": a worker's page names the operation before, because the worker had noted the next one but not begun it.
+    "between" means that a worker's page names the operation before, because the worker had written the number of the
+    next operation but not begun it.
     """
     calls = operations()
     if role == "spare":

@@ -2,10 +2,10 @@
 
     mpips run -w 2 -s 2 -m examples.reproduce.store.several_tables [--tables 26] [--dim 16] [--ids 256]
 
-As many tables as Criteo's click logs have features. The ways take turns in one job, in three stores: workers read rows
-in the memory of the servers; workers ask the servers by rings of shared memory, as `staleness` requires; or workers ask
-by MPI messages, as between nodes. A sample takes as long as its slowest worker. The result is the median of the
-samples, in microseconds for all tables.
+By default there are as many tables as Criteo's click logs have features. All ways take turns in one job, in three
+stores: workers read rows in the memory of the servers; workers ask the servers by rings of shared memory, as
+`staleness` requires; or workers ask by MPI messages, as between nodes. A sample takes as long as its slowest worker.
+The result is the median of the samples, in microseconds for all tables.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python -m examples.reproduce.store.starts
 
-The first lines are what Numba and five kernels add to a process. The table has the times of jobs of `mpips run`:
+The first lines show what Numba and five kernels add to a process. The table has the times of jobs of `mpips run`:
 `create`, setting an optimizer, and steps of push and pull.
 """
 
@@ -51,7 +51,7 @@ CASES = (
 
 
 def job(steps: int) -> None:
-    """Be a rank of a job. Worker 0 prints its times as JSON."""
+    """Run as a rank of a job. Worker 0 prints its times as JSON."""
     begun = time.perf_counter()
     import mpips
 

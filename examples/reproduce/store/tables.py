@@ -102,7 +102,7 @@ def drawn(kind: str, rows: int, batch: int, rank: int) -> Ids:
     if kind == "uniform":
         return [random.integers(0, rows, batch) for _ in range(BATCHES)]
     weights = np.cumsum(np.arange(1, rows + 1, dtype=np.float64) ** -float(kind.removeprefix("zipf")))
-    # So frequent ids are not neighbours.
+    # Permute the ids, so that frequent ids are not neighbours.
     places = np.random.default_rng(0).permutation(rows)
     return [places[np.searchsorted(weights, random.random(batch) * weights[-1])] for _ in range(BATCHES)]
 

@@ -7,8 +7,8 @@ same with PyTorch's hooks for fp16 and PowerSGD (rank 2), and FSDP2, which cuts 
 
 In the plain form gloo is measured with buckets of 25 MB and of 1 MB, and the faster one counts. The cost of
 communication is the time of a step minus that of the same step without any exchange, which all ranks run at the same
-time. The ceiling is how many times gloo's steps a contender would make if its communication cost nothing. A step takes
-as long as its slowest rank, and the result is the median over the rounds.
+time. The ceiling is the speed, relative to gloo's, that a contender would have if communication cost nothing. A step
+takes as long as its slowest rank, and the result is the median over the rounds.
 """
 
 import copy
@@ -62,7 +62,7 @@ class Row(NamedTuple):
     communication_s: float
     # its steps a second over gloo's
     over_gloo: float
-    # what `over_gloo` would be if communication cost nothing
+    # the value that `over_gloo` would have if communication cost nothing
     ceiling_over_gloo: float
     # its cost of communication over gloo's
     share_of_gloo: float

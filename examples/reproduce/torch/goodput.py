@@ -1,12 +1,12 @@
-"""Measures what faults cost a training job: samples a second while a fault comes every 29 s, beside none.
+"""Measures what faults cost a training job: its samples a second with a fault every 29 s, and without faults.
 
     python -m examples.reproduce.torch.goodput [--replicas 8] [--minutes 30] [--every 29] [--out out] [--quick]
 
-One job trains a small transformer by DistributedDataParallel over process groups that can be made anew. At first
-nothing happens, then faults come, then nothing happens again, so that both parts see the same machine. Every second
-fault kills a replica, and a spare takes its place. The others stop a replica (SIGSTOP) for 10 s. It does not answer
-within the timeout of the group, a spare takes its place, and it becomes a spare when it wakes. The samples of a step
-count once, however often the step is done again.
+One job trains a small transformer by DistributedDataParallel over process groups that can be created again. Its parts
+are without faults, with faults, and without faults again, so that a drift of the machine's speed affects both sides of
+the comparison. Every second fault kills a replica, and a spare takes its place. The other faults stop a replica
+(SIGSTOP) for 10 s. The stopped replica does not answer within the timeout of the group, so a spare takes its place.
+When it wakes, it becomes a spare. The samples of a step count once, however often the step is repeated.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from examples.reproduce.results import leave, out_option
 from mpips import chaos
 
 NAME = "reproduce-goodput"
-# sequences of a replica in a step
+# number of sequences that a replica trains on in a step
 BATCH = 16
 # seconds of steps before anything is measured
 SETTLE_SECONDS = 20.0
-# steps between the latest one that the driver knows and the last one: every replica looks in between
+# Training ends this many steps after the latest step that the driver knows. Meanwhile every replica looks for the end.
 LAST_STEPS = 200
 # seconds that the job may take to start and to end
 MARGIN_SECONDS = 900.0
-# the longest time between two steps after a fault is looked for within this many seconds
+# The longest pause between two steps after a fault is searched within this many seconds.
 AFTER_SECONDS = 9.0
-# of the points in the picture
+# seconds over which each point in the picture is averaged
 POINT_SECONDS = 5.0
 
 
@@ -57,7 +57,7 @@ class Faults:
         self, store: dist.Store, ranks: Sequence[int], parts: Sequence[float], every: float, stopped: float
     ) -> None:
         self._store = store
-        # replicas and spares of the job
+        # the numbers of replicas and of spares in the job
         self._replicas, self._spares = ranks
         # the seconds that the parts take: to settle, without faults, with faults, without faults
         self._parts = parts
@@ -66,9 +66,9 @@ class Faults:
         self._random = random.Random(1)
         # the times at which the parts begin, and at which the last one ends
         self.times: list[float] = []
-        # [time, kind, rank]
+        # the faults made so far: (time, kind, rank)
         self.made: list[tuple[float, str, int]] = []
-        # process that is stopped -> time at which it goes on
+        # pid of a stopped process -> time at which the process continues
         self._stopped: dict[int, float] = {}
         self._over = False
 
@@ -105,14 +105,14 @@ class Faults:
             click.echo(f"fault {len(self.made)}: {kind} of rank {rank}", err=True)
 
     def end(self) -> None:
-        """Let what is stopped go on."""
+        """Let all stopped processes continue."""
         for pid in self._stopped:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
 
 
 def samples(notes: Sequence[chaos.ProgramNote], begin: float, end: float) -> int:
-    """Return the samples of all steps that were done between two times. A step that was done again counts once."""
+    """Return the samples of all steps that were done between two times. A repeated step counts once."""
     within = [(before, note) for before, note in pairwise(notes) if begin <= note.time < end]
     return sum((note.step - before.step) * note.workers * BATCH for before, note in within)
 
@@ -165,7 +165,8 @@ def command(
     if quick:
         replicas, minutes, every, stopped, without, timeout, settle = 2, 0.4, 12.0, 6.0, 0.1, 2.0, 1.0
     seconds, pause = 60 * minutes, 60 * without
-    # Every second fault kills. One more stands in for what is stopped, and one is left over.
+    # Every second fault kills a process and so needs a spare. One more spare replaces a stopped process, and one is
+    # left over.
     spares = math.ceil(seconds / every / 2) + 2
     store = dist.TCPStore("localhost", 0, is_master=True, timeout=timedelta(days=1), wait_for_workers=False)
     faults = Faults(store, (replicas, spares), (settle, pause, seconds, pause), every, stopped)

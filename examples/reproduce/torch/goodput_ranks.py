@@ -1,14 +1,14 @@
-"""The program of each rank for `examples.reproduce.torch.goodput`: trains a language model, and goes on after faults.
+"""The program of each rank for `examples.reproduce.torch.goodput`: trains a language model, and survives faults.
 
 python -m examples.reproduce.torch.goodput_ranks PORT REPLICAS BATCH TIMEOUT_SECONDS
 
 Ranks agree on the members of the next group by a store of PyTorch in the driver's process. It holds these keys:
 
 group N: the members of group N, {rank of the job: its handle}, in the order of their ranks in the group
-group N/R: what rank R, of the group before, brings into group N: [the steps that it has done, its handle]
+group N/R: the report of rank R of the group before: [the number of steps that it has done, its handle]
 spare/R: the handle of rank R, which waits until it is needed
 call/H: the number of the group that the spare with handle H is to join, or "end"
-members, pid/R: the ranks of the present group, and the process of rank R: the driver makes its faults in these
+members, pid/R: the ranks of the current group, and the pid of rank R; the driver makes faults in these processes
 last, end/R: the number of steps after which training ends, and a checksum of the parameters that rank R then has
 """
 
@@ -37,10 +37,10 @@ from torch_language import LENGTH, Language, letters
 
 ME, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 LEARNING_RATE = 1e-3
-# steps between two looks at whether training shall end
+# number of steps between two checks whether training shall end
 LOOK_STEPS = 50
-# How long members of a group wait for each other before they go on without those that do not come, and how long making
-# a group may take, as multiples of the group's timeout.
+# In multiples of the group's timeout: how long members of a group wait for late members before they continue without
+# them, and how long the creation of a group may take.
 GRACE, MAKING = 0.4, 6.0
 # seconds that the members of the first group wait for each other while they start
 START_SECONDS = 600.0
@@ -85,14 +85,14 @@ class Membership:
     def _agree(self, steps: int) -> dict[str, str]:
         """Agree with the other members of the last group on the next one, and return it. Blocking.
 
-        Whoever sees first that all living members have come, or has waited long enough, makes the list. Spares take the
-        places of members that have not come. A member that comes too late finds the list without itself.
+        The first member that sees that all living members have come, or that has waited long enough, makes the list.
+        Spares take the places of members that have not come. A member that comes too late is not in the list.
         """
         group = f"group {self._number}"
         self._store.set(f"{group}/{ME}", json.dumps([steps, dist._get_reconfigure_handle()]))
         deadline = time.monotonic() + (GRACE * self._timeout_seconds if self._number > 1 else START_SECONDS)
         while not self._store.check([group]):
-            # MPI hears of deaths in its calls only.
+            # MPI learns of deaths only in its own calls.
             MPI.COMM_SELF.Iprobe()
             dead = dead_ranks(MPI.COMM_WORLD)
             living = [rank for rank in self.ranks if rank not in dead]
@@ -109,7 +109,7 @@ class Membership:
             # If another member was faster, its list stays.
             self._store.compare_set(group, "", json.dumps(members))
         agreed: dict[str, str] = json.loads(self._store.get(group))
-        # Every member calls the spares, because one that does so alone may die before.
+        # Every member calls the spares. If only one member did so, it might die before it has called them.
         for rank, handle in agreed.items():
             if int(rank) not in self.ranks:
                 self._store.set(f"call/{handle}", str(self._number))
@@ -145,8 +145,8 @@ def main(port: int, replicas: int, batch: int, timeout_seconds: float) -> None:
     text, count = letters()
     model = Language(count)
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE)
-    # What takes long the first time is done before the first group, on spares too: DistributedDataParallel imports the
-    # compiler. Member 0 sends its parameters later, so this step does no harm.
+    # Do what takes long the first time before the first group exists, also on spares: DistributedDataParallel imports
+    # the compiler. Member 0 sends its parameters later, so this step does no harm.
     importlib.import_module("torch._dynamo")
     loss_of(model, text, 0, batch).backward()
     optimizer.step()

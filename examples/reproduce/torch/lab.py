@@ -2,7 +2,8 @@
 
     python -m examples.reproduce.torch.lab [--rate 100mbit] [--json FILE] [--quick]
 
-A step with each is predicted from the step without exchange and the cost of an allreduce, and then measured, in turns.
+For each choice of buckets, the time of a step is predicted from a step without exchange and the cost of an allreduce.
+Then the steps are measured in turns.
 """
 
 from __future__ import annotations

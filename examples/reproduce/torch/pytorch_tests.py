@@ -46,7 +46,7 @@ def command(ranks: int, backend: str, only: str, seconds: int, file: str, json_p
                     "run",
                     "-w",
                     str(ranks),
-                    # process groups that are made anew need an MPI with ULFM
+                    # process groups that can be created again need an MPI with ULFM
                     *(["--spares", "0"] if file else []),
                     "-m",
                     RANKS_PROGRAM,

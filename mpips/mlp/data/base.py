@@ -25,7 +25,7 @@ class DataSource:
     Rows are read part by part: `open_part` chooses the part, and later calls count rows from the beginning of the part.
 
     Attributes:
-        name: What messages call the source.
+        name: The name of the source in error messages.
         features: Number of inputs.
         targets: Number of targets.
         classes: None if the targets are numbers. Otherwise the only target is a class number, and `classes` is the
@@ -40,14 +40,14 @@ class DataSource:
     apart = True
 
     def fingerprint(self) -> str:
-        """Return the size and a checksum of the rows. If there are many rows, the checksum is of samples.
+        """Return the size and a checksum of the rows. If there are many rows, the checksum is computed from samples.
 
         The result is equal on all ranks that see the same rows. It takes little time compared with reading a part.
         """
         raise NotImplementedError
 
     def check(self) -> None:
-        """Raise TrainingError if the file is damaged, as far as its format can tell.
+        """Raise TrainingError if the file is damaged, as far as its format allows this check.
 
         This reads the whole file, so only rank 0 calls it.
         """
@@ -114,7 +114,7 @@ def read_checked(source: DataSource, start: int, stop: int) -> np.ndarray:
 
 
 def number_of(field: str) -> float | None:
-    """Parse a number as NumPy does, or return None. Unlike Python, this refuses 1_000 and digits of other scripts."""
+    """Parse a number as NumPy does, or return None. Unlike float(), this refuses 1_000 and digits of other scripts."""
     try:
         return float(field) if field.isascii() and "_" not in field else None
     except ValueError:

@@ -94,7 +94,7 @@ class Data(NamedTuple):
     test_share: float
     # the mesh for which the rows were loaded, such as "2x1"
     mesh: str
-    # "read" or "scatter"
+    # how the rows reached the ranks: "read" or "scatter"
     way: str
     scaling: Scaling
     # names that a file gives the classes 0, 1, 2, ...; empty if the source numbers them itself
@@ -113,9 +113,9 @@ class Data(NamedTuple):
 class OpenedSource(NamedTuple):
     """A source that all ranks have agreed on. No row has been read yet."""
 
-    # None on a rank that does not read
+    # the source that this rank reads from, or None if this rank does not read
     source: DataSource | None
-    # "read" or "scatter"
+    # how the rows reach the ranks: "read" or "scatter"
     way: str
     # rank r reads rows [starts[r], starts[r + 1]); (ranks + 1,)
     starts: np.ndarray
@@ -291,7 +291,7 @@ def open_everywhere(
 
 
 def _open_readers(open_source: Callable[[], DataSource], comm: MPI.Comm, way: str) -> DataSource | None:
-    """Open the source on the ranks that will read it, and return None on the others. Collective.
+    """Open the source on the ranks that will read it, and return None on the other ranks. Collective.
 
     All ranks read if `way` allows it and every rank can open the source. Otherwise only rank 0 reads.
     """
@@ -379,7 +379,7 @@ def _number_labels(source: DataSource | None, comm: MPI.Comm, known: Sequence[st
 
 
 def deal(rows: int, test_rows: int, batch: int, parts: int, index: int, seed: int) -> Deal:
-    """Return the rows of batch index `index` if there are `parts` batch indices.
+    """Return the numbers of the rows that batch index `index` gets. `parts` is the number of batch indices.
 
     The last minibatch may have fewer than `batch` samples.
     """

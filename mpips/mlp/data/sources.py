@@ -80,7 +80,7 @@ class ArraySource(DataSource):
     """Rows in two arrays.
 
     Args:
-        name: What messages call the source; for `zipped`, the path of the file.
+        name: The name of the source in error messages. If `zipped`, the path of the file.
         x: Inputs, (rows, features).
         y: Targets, (rows, targets) or (rows,).
         classes: Number of classes if y holds class numbers; 0 if it holds labels (whole numbers or words); None if it
@@ -146,7 +146,7 @@ class ArraySource(DataSource):
         try:
             with zipfile.ZipFile(self.name) as members:
                 damaged = members.testzip()
-        # zipfile and the methods of compression have many exceptions.
+        # zipfile and the methods of compression raise many kinds of exceptions.
         except Exception as error:
             raise _unreadable(self.name, error) from error
         if damaged:
@@ -205,7 +205,7 @@ def npz(path: str, classes: int | None = None) -> ArraySource:
         return ArraySource(path, x, y, classes, apart=stored, zipped=stored)
     except TrainingError:
         raise
-    # zipfile, the methods of compression and NumPy have many exceptions.
+    # zipfile, the methods of compression and NumPy raise many kinds of exceptions.
     except Exception as error:
         raise _unreadable(path, error) from error
 
@@ -301,7 +301,7 @@ def _images(name: str, path: Path, pixels: int, white: float) -> ArraySource:
     """
     try:
         table = np.loadtxt(path, delimiter=",", ndmin=2)
-    # gzip and NumPy have many exceptions.
+    # gzip and NumPy raise many kinds of exceptions.
     except Exception as error:
         raise TrainingError(f"{path} cannot be read as a table of images: {error or type(error).__name__}") from error
     if table.shape[1] != pixels + 1:
@@ -327,7 +327,7 @@ class SyntheticSource(DataSource):
     """Rows that are computed from their row numbers, so that any rank can make any row.
 
     Features are normally distributed. Targets are functions of the features (a sine and an absolute value of linear
-    combinations), plus a little noise. The default size is that of the paper's large data set (UCI ethylene in
+    combinations), plus a little noise. By default the data have the size of the paper's large data set (UCI ethylene in
     methane).
 
     Args:

@@ -17,16 +17,16 @@ from mpips.mlp.network import interval
 
 # texts that mean that the name of a column is missing, in lower case
 _MISSING_NAMES = {*MISSING_LABELS, "-", "none", "nil"}
-# the fingerprint of a large file reads this many samples of this size
+# the fingerprint of a large file reads this many samples of this many bytes
 _SAMPLES = 256
 _SAMPLE_BYTES = 4 << 10
 # lines are counted in blocks of this many bytes
 _COUNT_BYTES = 1 << 20
-# delimiter -> what messages call it; None: any number of blanks
+# delimiter -> its name in messages; None stands for any number of blanks
 _DELIMITERS = {"\t": "tabs", ";": "semicolons", ",": "commas", "|": "bars", None: "blanks"}
 _QUOTED = re.compile(r'"[^"]*"?')
 _FILLED = re.compile(rb"\S")
-# first bytes of a file that is not text -> the format of the file, and what the user can do
+# first bytes of a file that is not text -> the end of the error message: the file's format, and what the user can do
 _BINARY = {
     b"\x93NUMPY": "an array of NumPy: save inputs and targets as np.savez('data.npz', x=..., y=...)",
     b"PK\x03\x04": "a zip, as spreadsheets are: export it as CSV; arrays of NumPy need a name that ends in .npz",
@@ -206,7 +206,7 @@ class TextSource(DataSource):
     # -- names and numbers of columns
 
     def _check_names(self, missing: set[str]) -> None:
-        """Raise TrainingError if a line of names looks like a broken row. `missing`: texts that are not names."""
+        """Raise TrainingError if the line of names looks like a broken row. Texts in `missing` are not names."""
         for column, name in enumerate(self._names):
             if column < self._index:
                 continue
@@ -295,7 +295,7 @@ class TextSource(DataSource):
 
 
 def _map(path: str) -> mmap.mmap:
-    """Map a file. Raise TrainingError if it cannot be read or is not text."""
+    """Map a file into memory. Raise TrainingError if it cannot be read or is not text."""
     if not os.path.isfile(path):
         raise TrainingError(f"data file {path} does not exist")
     try:
@@ -315,9 +315,9 @@ def _map(path: str) -> mmap.mmap:
 
 
 def _delimiter(first: str, second: str) -> str | None:
-    """Return the delimiter of a file with these two first lines. None means blanks.
+    """Guess the delimiter of a file from its first two lines. Return None if fields are separated by blanks.
 
-    A character that both lines have equally often is preferred to a character that is only in the first line.
+    Prefer a delimiter that occurs equally often in both lines. Otherwise take one that occurs in the first line.
     """
     first, second = (_QUOTED.sub("", line) for line in (first, second))
     alike = [each for each in _DELIMITERS if each and first.count(each) == second.count(each) > 0]

@@ -39,14 +39,14 @@ CALLS = ("step", "DistributedOptimizer", "set_parameters", "state_dict", "load_s
 # `Brought.cleared`, number of changes of parameters since the last step, `Brought.overflow`, and digest of the
 # hyperparameters. HEAD is the count of these numbers.
 CALL, STEPS, CLEARED, CHANGED, OVERFLOW, DIGEST, HEAD = range(7)
-# stands for the number of zero_grad calls of a worker that has just joined and cannot know this number
+# reported as the number of zero_grad calls by a worker that has just joined and does not know this number
 UNKNOWN = -1
-# A worker that has been in a different call of the store for this long is in the wrong call.
+# If a worker has been in another call of the store for this long, we assume that it will not join this call.
 ELSEWHERE_SECONDS = 0.2
 
 
 class Brought(NamedTuple):
-    """What one worker reports to the others before a step."""
+    """A worker's report to the other workers before a step."""
 
     # True if GradScaler has found an infinity or a NaN in the gradients
     overflow: bool = False
@@ -57,7 +57,7 @@ class Brought(NamedTuple):
 
 
 class Consensus:
-    """Makes one worker's comparisons with the other workers.
+    """Compares one worker's calls and hyperparameters with those of the other workers.
 
     `passes` is the number of backward passes that the program makes before each step.
     """
@@ -82,7 +82,7 @@ class Consensus:
         self._row = np.zeros(8 * HEAD + 8 * -(-2 * self._mask // 8), np.uint8)
         self._head = self._row[: 8 * HEAD].view(np.int64)
         self._masks = self._row[8 * HEAD :]
-        # the rows of all workers
+        # the rows of all workers, as of the last comparison
         self._rows = self._row[None]
         # The hyperparameters that were compared last, as items and as a digest. Keeping both saves time, because
         # hyperparameters seldom change.
@@ -95,8 +95,8 @@ class Consensus:
     def note(self) -> None:
         """Note that the parameters are now the same as on the other workers.
 
-        PyTorch counts changes of a tensor (`_version`), except those through `.data`. So now and then a digest of the
-        values is also taken, but not in a store that survives deaths. In such a store a death may come when only some
+        PyTorch counts changes of a tensor (`_version`), except changes through `.data`. So now and then a digest of the
+        values is also taken, but not in a store that survives deaths. In such a store, a process may die when only some
         of the parameters have been written, and the step is then repeated.
         """
         self._versions = [parameter._version for parameter in self._parameters]

@@ -336,7 +336,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
 
         def save() -> Saving | None:
-            # The store's keys hold sums of gradients, so put the parameters there before the store writes the file.
+            # The store's keys hold sums of gradients, so put the parameters into them before the store writes the file.
             if not self._in_store():
                 first = self.store.rank == 0
                 values = [p.detach().clone() if first else torch.zeros_like(p) for p in self._parameters]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mpips.store.roles import Layout
     from mpips.store.runtime.generation import Generation
 
-# In an asynchronous store, a worker warns after this time that other workers have not joined a collective call.
+# In an asynchronous store, a worker that waits this long in a collective call warns that other workers are missing.
 WARN_SECONDS = 10.0
 
 
@@ -101,7 +101,7 @@ def choose_exchange(
     elastic: float | None,
     interval: int,
 ) -> GradientExchange:
-    """Return the exchange for an optimizer and a store. Collective over the workers, blocking.
+    """Return the kind of exchange that suits an optimizer and a store. Collective over the workers, blocking.
 
     Args:
         store: The store, whose keys exist.
@@ -532,9 +532,9 @@ def values_of(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 def find_unlike(parameters: Sequence[Tensor], others: Sequence[Tensor | None], roundings: int) -> int:
     """Return the position of a parameter that differs from its counterpart in `others`, or -1.
 
-    A counterpart of None counts as equal. Differences of up to `roundings` rounding errors of the largest value of any
-    parameter are allowed, because they remain when a program adds something and subtracts it again. Half precision is
-    too coarse for this tolerance, so values in half precision must be equal.
+    A counterpart of None is taken as equal. Differences of up to `roundings` rounding errors of the largest value of
+    any parameter are allowed, because they remain when a program adds something and subtracts it again. Half precision
+    is too coarse for this tolerance, so values in half precision must be equal.
     """
     largest = max((float(p.detach().abs().max()) for p in parameters if p.numel()), default=0.0)
     for place, (parameter, other) in enumerate(zip(parameters, others)):
@@ -556,7 +556,7 @@ def gradient_share(layout: Layout, passes: int) -> float:
 
 @contextmanager
 def warn_soon(generation: Generation) -> Iterator[None]:
-    """A context that warns early about workers that have not joined a collective call.
+    """Within this context, a worker soon warns about other workers that have not joined a collective call.
 
     In an asynchronous store workers do not run in step, and some of them may never make the call.
     """

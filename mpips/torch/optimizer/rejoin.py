@@ -3,12 +3,12 @@
 A step that has ended on any worker of a synchronous store is never undone. So there are two cases after a recovery. If
 the store has not completed the update of this worker's step, the worker pushes the same gradients again. If the store
 has completed it, the worker only takes the result. In an asynchronous store gradients are never pushed a second time,
-because the first push may count already.
+because the store may have applied the first push already.
 
 All workers make the same steps, and the same collective calls between two steps, such as `save`. When a process dies
 during such a call, the call may be over on one worker and not on another. So after a recovery the workers exchange
-their positions, and `meet` decides which calls count as made and at which step a new worker continues. A new worker is
-one that has replaced a dead worker.
+their positions. From these, `meet` decides which calls are not made again, and at which step a new worker continues. A
+new worker is one that has replaced a dead worker.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class SurvivingSteps:
     2. The call is made again. As a rule it begins with an exchange of positions, in which all workers take part
        (`_meet_if_due`). There a new worker receives the number of its first step, and from another worker the
        parameters and the optimizer's state as far as the store does not keep them.
-    3. There is one exception. If the push of the interrupted step counts already, `step` first takes the updated
-       parameters and ends the step, and exchanges positions only afterwards. So a new worker receives parameters and
-       state as they are after that step, and not a mixture of before and after.
+    3. There is one exception. If the store has already applied the push of the interrupted step, `step` first takes the
+       updated parameters and ends the step. It exchanges positions only afterwards. So a new worker receives parameters
+       and state as they are after that step, and not a mixture of before and after.
     """
 
     def __init__(self, store: KVStore, names: Sequence[Name], exchange: GradientExchange, consensus: Consensus) -> None:
@@ -63,9 +63,9 @@ class SurvivingSteps:
         self._calls = 0
         # number of collective calls since the last step that some worker has finished, so they are not made again
         self._calls_done = 0
-        # True from a recovery until this worker has exchanged positions with the others
+        # True from a recovery until this worker has exchanged positions with the other workers
         self._meeting_due = self.new
-        # True while this worker is new and has received nothing from the others
+        # True while this worker is new and has received no parameters and state from another worker
         self._has_nothing = self.new
         # True if the other workers made this worker's next step before the worker joined. The worker then already has
         # the step's result, and its next call of `step` only counts the step.
@@ -74,7 +74,7 @@ class SurvivingSteps:
     def begin(self) -> None:
         """Take the parameters that all workers have in common. Collective, blocking.
 
-        A new worker first exchanges positions with the others, which have been training for a while.
+        A new worker first exchanges positions with the other workers, which have been training for a while.
         """
 
         def take() -> None:
@@ -95,8 +95,8 @@ class SurvivingSteps:
         goal = self._round() + 1
 
         def exchange() -> None:
-            # The condition can be true only when `exchange` runs again after a death. The step's push counts already
-            # (in an asynchronous store it may count), so do not repeat the push, and only take the result.
+            # The condition can be true only when `exchange` runs again after a death. The store has applied the step's
+            # push already (an asynchronous store may have), so do not repeat the push, and only take the result.
             if self._exchange.sent if self._store.layout.asynchronous else self._round() >= goal:
                 self._exchange.take()
                 return
@@ -116,9 +116,12 @@ class SurvivingSteps:
         return self._agreed.skipped
 
     def call(self, what: str, call: Callable[[], T]) -> T | None:
-        """Make a collective call between two steps, one of `consensus.CALLS`. Blocking.
+        """Make `call`, a collective call between two steps, and return its result. Blocking.
 
-        If another worker had already finished the call before a recovery, return None without making it.
+        If a process dies during the call, the store recovers and the call is made again. If another worker had already
+        finished the call before the death, it is not made again, and the result is None.
+
+        `what` is the call's name, one of `consensus.CALLS`.
         """
         self._calls += 1
         number = self._calls
@@ -153,7 +156,7 @@ class SurvivingSteps:
     # ---- inside
 
     def _round(self) -> int:
-        """Return the round of the store's keys: the number of pushes to each key, with one that has only begun."""
+        """Return the round of the store's keys: the number of pushes to each key, including one that has only begun."""
         return self._store.worker.keys[self._names[0]].round
 
     def _note_recovery(self) -> None:
@@ -161,7 +164,7 @@ class SurvivingSteps:
 
         The positions are exchanged later, in `_meet_if_due`.
 
-        Raises LostError if the update of the interrupted step counts in some keys and not in others.
+        Raises LostError if the store has applied the update of the interrupted step to some keys and not to others.
         """
         store = self._store
         if not store.layout.asynchronous and len({store.worker.keys[name].round for name in self._names}) > 1:
@@ -172,9 +175,9 @@ class SurvivingSteps:
     def _meet_if_due(self, pushes: bool) -> None:
         """Exchange positions with the other workers if that has not happened since the last recovery.
 
-        Collective and blocking in that case, and otherwise without effect. New workers also receive the parameters and
-        the optimizer's state from one of the others, as far as the store does not keep them. `pushes` is True if this
-        worker is inside of a step and will push in it.
+        In that case the call is collective and blocking. Otherwise it does nothing. New workers also receive the
+        parameters and the optimizer's state from another worker, as far as the store does not keep them. `pushes` is
+        True if this worker is inside of a step and will push in it.
 
         Raises RuntimeError on all workers if the positions show that they cannot continue.
         """
@@ -204,7 +207,7 @@ class StepPosition(msgspec.Struct, array_like=True, frozen=True):
     calls: int
     # True if the worker has begun the next step, and will push in it
     pushes: bool
-    # True if the worker has just replaced a dead worker, and has received nothing from the others
+    # True if the worker has just replaced a dead worker, and has received no parameters from another worker yet
     new: bool
 
 
@@ -215,7 +218,7 @@ class Meeting(NamedTuple):
     giver: int
     # the step at which new workers continue
     resumed: int
-    # True if the others have made the step `resumed` already, so that a new worker begins with the step's result
+    # True if the other workers have made the step `resumed` already, so that a new worker begins with its result
     has_made: bool
     # number of calls since the last step that some worker has finished, so that they are not made again
     done: int
@@ -229,9 +232,9 @@ def meet(positions: Sequence[StepPosition], synchronous: bool) -> Meeting:
     In a synchronous store, the workers that are not new have made the same number of steps, except that one worker may
     be about to end a step that another worker has ended.
 
-    If no step is under way, new workers are told that they have made one step less than the others. They already have
-    the result of that step, so their first call of `step` only counts it. So each new worker begins with a call of
-    `step`, as its program does, and then makes the same collective calls as the others.
+    If no step is under way, new workers begin one step behind the other workers, although they receive the result of
+    that step, too. Their first call of `step` then only counts the step. The reason is that the program of a new worker
+    begins with a call of `step`. Afterwards it makes the same collective calls as the other workers.
     """
     known = [position for position in positions if not position.new]
     giver = next((rank for rank, position in enumerate(positions) if not position.new), -1)
