@@ -1,8 +1,8 @@
-"""The messages between workers and servers about tables: rows, memory for new rows, and reads for files.
+"""The messages between workers and servers about tables: rows, memory for new rows, and rows for files.
 
 Servers may *refuse* a round of a table if they lack memory for new rows. Requests that concern a round have a field
-`refusals`: the number of refused rounds of the table that the worker knows of. If servers have refused more rounds, the
-answer is RoundRefused, so that the worker learns of them.
+`refusals`: the number of the table's refused rounds that the worker knows of. If servers have refused more rounds, the
+answer is RoundRefused, so that the worker learns of the other refusals.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class MakeTable(msgspec.Struct, tag=True):
     # number of values in a row
     dim: int
     dtype: str
-    # the key and the spread of the rows' first values (see `initial`)
+    # the key and the spread for the first values of rows (see `initial`)
     key: int
     bound: float
     # name and encoded hyperparameters of the optimizer
@@ -98,7 +98,7 @@ class PushRows(msgspec.Struct, tag=True, omit_defaults=True):
     refusals: int = 0
     # True if the rows become these values, instead of being updated with these gradients
     sets: bool = False
-    # the worker's wall clock in microseconds since 1970; 0 if the table has no use for it
+    # time on the worker's wall clock, in microseconds since 1970; 0 if the table does not use it
     time: int = 0
 
 
@@ -302,13 +302,13 @@ class TableStats(msgspec.Struct, tag=True):
     rows: int
     # all rows are at positions before this one
     top: int
-    # memory of the rows with optimizer state and index
+    # memory of the rows, their optimizer state and the index, in bytes
     nbytes: int
     # number of updates
     updates: int
     # number of rows dropped by `evict`, `evict_after` and `limit`
     evicted: int
-    # number of gradients dropped because their id got no row
+    # number of gradients that were dropped because their id got no row
     refused: int
     # numbers of updates that the next export or increment may pass as `since`
     exports: list[int]
@@ -320,7 +320,7 @@ class TableStats(msgspec.Struct, tag=True):
 
 
 class RoomGranted(msgspec.Struct, tag=True):
-    """The number of ids that the worker's next push may have without asking for memory."""
+    """The number of ids that the worker's next push may contain without asking for memory first."""
 
     ids: int
 
@@ -329,7 +329,7 @@ class RoundRefused(msgspec.Struct, tag=True):
     """The answer that a round of a table does not count, and the reason `why`.
 
     `refusals` is the number of this refusal, counted from 1. `step` lists all rounds of tables that are dropped
-    together. It is empty if the server itself refuses in its answer to AskForRoom.
+    together. It is empty if the server itself refuses, in its answer to AskForRoom.
     """
 
     round: int

@@ -1,4 +1,4 @@
-"""The messages between workers and servers: a 64-byte frame for everything, and a typed body (msgspec) for rare things.
+"""The messages between workers and servers: a 64-byte frame for each, and a typed body (msgspec) for rare requests.
 
 A *unit* is a part of a key that one server keeps. The workers that push to a unit, its *contributors*, stay the same.
 A *payload* is the data of a push or a pull.
@@ -36,9 +36,12 @@ REFUSED, NO_MEMORY = 1, 2
 
 
 class Op(IntEnum):
-    """The operation of a frame. Workers send operations with numbers below 16. Servers send the others, and BYE."""
+    """The operation of a frame.
 
-    # A contribution to a round of a unit. The payload lies in a region of shared memory, or follows as messages.
+    Workers send operations with numbers below 16. Servers send those from 16 on, and BYE.
+    """
+
+    # A contribution to a round of a unit. The payload is in a region of shared memory, or follows as messages.
     PUSH = 1
     # The worker wants to read a unit once the unit contains the worker's first `round` pushes.
     PULL = 3
@@ -163,14 +166,14 @@ class Forget(msgspec.Struct, tag=True):
 class Flush(msgspec.Struct, tag=True):
     """Wait for earlier pushes. Answered when the server has applied them, except those that `staleness` holds back.
 
-    If all workers have sent MEETS before, `staleness` holds back no push.
+    If all workers have sent MEETS first, `staleness` does not hold back any push.
     """
 
 
 class OpenStore(msgspec.Struct, tag=True):
-    """Make another store with these servers. Sent by every worker.
+    """Create another store with these servers. Every worker sends this request.
 
-    The server first answers, and then takes part in making the store, which is collective over all ranks.
+    The server first answers, and then takes part in the creation of the store, which is collective over all ranks.
     """
 
     kind: str
@@ -323,7 +326,7 @@ def request_decoder(others: Iterable[Any]) -> Callable[[memoryview], Any]:
 
 
 def arrange(cards: Sequence[UnitCard], itemsizes: Sequence[int]) -> tuple[list[int], int]:
-    """Lay out the values of units in one piece of memory. Return the offset of each unit, and the total size, in bytes.
+    """Lay out the values of units in one piece of memory. Return each unit's offset and the total size, in bytes.
 
     Each unit begins on a cache line.
     """
@@ -337,8 +340,8 @@ def arrange(cards: Sequence[UnitCard], itemsizes: Sequence[int]) -> tuple[list[i
 def arrange_words(cards: Sequence[UnitCard]) -> tuple[list[int], int]:
     """Lay out the words of units in one region. Return the index of each unit's first word, and the number of words.
 
-    Words are 8-byte counters that tell workers how far a server is. A unit has one progress word, and one word for each
-    contributor. Each unit begins on a cache line.
+    Words are 8-byte counters that show workers how far a server has progressed. A unit has one progress word, and one
+    word for each contributor. Each unit begins on a cache line.
     """
     words, word = [], 0
     for card in cards:
