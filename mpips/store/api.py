@@ -40,8 +40,8 @@ class KVStore(NotCopyable):
     GPUs (`__cuda_array_interface__`). JAX arrays can be read but not written. Arrays made by `mpips.empty` are
     exchanged without a copy between ranks of one node.
 
-    A key is an int or a str. A call takes one key or a list of keys, and for each key one array or a list of arrays
-    (one per device), which are summed first. A priority is an int of at most 31 bits.
+    A key is an int or a str. A call takes one key or a list of keys, and for each key, one array or a list of arrays
+    (one per device). The arrays of a list are summed first. A priority is an int of at most 31 bits.
 
     Not thread-safe: only one thread of a process may use a store.
 

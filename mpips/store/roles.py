@@ -56,7 +56,8 @@ class Layout:
     num_workers: int
     num_servers: int
     clients: tuple[Interval, ...]
-    # For each rank the lowest rank on its node. As in MPI, a node is a set of ranks that can share memory.
+    # For each rank, the lowest rank on its node, which stands for the node. As in MPI, a node is a set of ranks that
+    # can share memory.
     nodes: tuple[int, ...]
     world: MPI.Intracomm
     # number of ranks that wait to replace dead ranks; they are the last ranks of `world`

@@ -73,7 +73,7 @@ def deal(found: Distinct, first_rows: Sequence[int], first_words: Sequence[int],
     Args:
         found: The distinct ids of the call, and the server of each.
         first_rows: For each server, the number of the row for its first id. Its other ids get the rows after that row.
-        first_words: For each server the index in `words` of its first id.
+        first_words: For each server, the index in `words` of its first id.
         words: The array into which the ids are written.
 
     Returns:
@@ -111,8 +111,8 @@ class _Block:
 
     Args:
         parts: The rows of each table.
-        requests: For each server its request for each table, or None for a table without ids of the server. If there
-            are several tables, all requests are pulls.
+        requests: For each server, a list with its request for each table. The request is None if the server has none of
+            the table's ids. If there are several tables, all requests are pulls.
     """
 
     def __init__(
@@ -123,10 +123,10 @@ class _Block:
     ) -> None:
         row_bytes = [part.dim * part.dtype.itemsize for part in parts]
         self._per_server = [part.ids.per_server for part in parts]
-        # for each table and server the number of the first row, and the number of the first id
+        # for each table, a list with the number of the first row for each server; then the same with the first id
         self._first_rows: list[list[int]] = [[] for _ in parts]
         first_ids: list[list[int]] = [[] for _ in parts]
-        # for each server the offsets of its part of the memory, its ids and its request, and the encoded request
+        # for each server, the offsets of its part of the memory, its ids and its request, and the encoded request
         places: list[tuple[int, int, int, bytes]] = []
         end, unit = 0, math.lcm(row_bytes[0], 8)
         for server, asked in enumerate(requests):
@@ -148,16 +148,16 @@ class _Block:
             end = at + len(data)
         end = _round_up(end, 8)
         self.memory = pool.borrow(end)
-        # for each server its part of the memory, and the offsets of its ids and its request there
+        # for each server, its part of the memory, and the offsets of its ids and its request in this part
         self._bodies: list[tuple[Payload, int, int]] = []
         for start, ids_at, at, data in places:
             body = self.memory[start : at + len(data)]
             body[at - start :] = np.frombuffer(data, np.uint8)
             self._bodies.append((body, ids_at - start, at - start))
         words = self.memory[:end].view(np.int64)
-        # for each table the whole memory viewed as its rows, of which only some are used
+        # for each table, the whole memory viewed as rows of the table; only some of these rows are used
         self.rows: list[Array] = []
-        # for each table and each id of the caller the index of its row in `rows`
+        # for each table, an array with the index in `rows` of the row of each id of the caller
         self.places: list[Places] = []
         for part, size, first_row, first_id in zip(parts, row_bytes, self._first_rows, first_ids):
             whole = self.memory[: end // size * size]
@@ -527,7 +527,7 @@ class RemoteTables:
     def freeze(self, tables: Sequence[str], since: int = 0, export: int = -1) -> Task[FrozenOnServers]:
         """Let the servers keep a copy of the tables as they are now. The caller reads the copy piece by piece.
 
-        Called by one worker. For `since` and `export` see `FreezeTables`.
+        Only one worker calls this. For `since` and `export` see `FreezeTables`.
         """
         self._freezes += 1
         answers = yield from self._ask_all(messages.FreezeTables(self._freezes, list(tables), since, export))
@@ -542,11 +542,11 @@ class RemoteTables:
         yield from self._ask_all(messages.ResetTable(table, updates, time))
 
     def end_load(self, table: str) -> Task[None]:
-        """Tell all servers that they have all rows of a load. Called by one worker."""
+        """Tell all servers that they have all rows of a load. Only one worker calls this."""
         yield from self._ask_all(messages.EndLoad(table))
 
     def put_rows(self, table: str, arrays: Mapping[str, Array]) -> Task[None]:
-        """Send rows to the servers that they belong to. Called by one worker.
+        """Send rows to the servers that they belong to. Only one worker calls this.
 
         `arrays` has every array of the table, by name, for these rows.
         """
@@ -561,7 +561,7 @@ class RemoteTables:
         return self._setup.at_rank_0(do, what)
 
     def _spread(self, ids: Ids) -> list[NDArray[np.int64]]:
-        """Return for each server the indices of the ids that belong to this server."""
+        """Return a list: for each server, the indices of the ids that belong to it."""
         owners = owners_of(ids, self._servers)
         return [np.flatnonzero(owners == server) for server in range(self._servers)]
 

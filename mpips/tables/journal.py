@@ -67,8 +67,8 @@ class Journal(UndoWords[RowsRound]):
         arrays: The table's arrays by name.
         words: The words of the journal, at the indices ROWS, TORN and so on.
         done: Number of applied pushes of each worker, (2, workers). Row 0 is for even rounds, row 1 for odd rounds.
-        kept: For each array an array for copied rows, and "at" for their positions. Empty if the store does not survive
-            deaths, so that no copies are kept.
+        kept: For each array of the table, an array for copied rows; and under the name "at", an array for their
+            positions. Empty if the store does not survive deaths, so that no copies are kept.
     """
 
     def __init__(self, arrays: Mapping[str, Array], words: Array, done: Array, kept: Mapping[str, Array]) -> None:

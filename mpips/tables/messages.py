@@ -89,8 +89,8 @@ class UpdateTable(msgspec.Struct, tag=True):
 class PushRows(msgspec.Struct, tag=True, omit_defaults=True):
     """A worker's contribution to the next round of a table: gradients of `count` different ids, then the ids.
 
-    If the table evicts by score, a score (float64) for each id follows. Answered with RoomGranted once the worker's
-    previous push has been applied. Then the worker may overwrite the arrays of the previous push.
+    If the table evicts by score, a score (float64) for each id follows. The server answers with RoomGranted once the
+    worker's previous push has been applied. Then the worker may overwrite the arrays of the previous push.
     """
 
     table: str
@@ -105,7 +105,7 @@ class PushRows(msgspec.Struct, tag=True, omit_defaults=True):
 class RemoveRows(msgspec.Struct, tag=True):
     """A worker's contribution to a round that removes the rows of these ids (int64, as bytes).
 
-    Answered like PushRows.
+    The server answers as to PushRows.
     """
 
     table: str
@@ -117,7 +117,7 @@ class RemoveRows(msgspec.Struct, tag=True):
 class AskForRoom(msgspec.Struct, tag=True):
     """Ask for memory for the rows of the worker's next push, which has these ids (int64, as bytes).
 
-    Answered with RoomGranted or RoundRefused, once the first `round` pushes of the worker have been applied.
+    The server answers with RoomGranted or RoundRefused, once the first `round` pushes of the worker have been applied.
     """
 
     table: str
@@ -146,7 +146,7 @@ class RefuseRound(msgspec.Struct, tag=True):
 
 
 class WaitForTable(msgspec.Struct, tag=True):
-    """Note that the worker has waited long for `round` of a table. Not answered."""
+    """Note that the worker has waited long for `round` of a table. The server does not answer."""
 
     table: str
     round: int
@@ -172,7 +172,7 @@ class PullRows(msgspec.Struct, tag=True):
 class PullTables(msgspec.Struct, tag=True):
     """Several pulls in one message. Their ids follow one another at the end of the payload, in the order of `pulls`.
 
-    Answered with TablesPulled once each of the pulls can be answered.
+    The server answers with TablesPulled, once each of the pulls can be answered.
     """
 
     pulls: list[PullRows]
@@ -181,7 +181,7 @@ class PullTables(msgspec.Struct, tag=True):
 class HasRows(msgspec.Struct, tag=True):
     """Ask which of these ids (int64, as bytes) have a row, after the first `round` pushes of the worker.
 
-    Answered with Bytes, one for each id: 1 if it has a row.
+    The server answers with Bytes, which has one byte for each id: 1 if the id has a row.
     """
 
     table: str
@@ -191,7 +191,10 @@ class HasRows(msgspec.Struct, tag=True):
 
 
 class LocateTable(msgspec.Struct, tag=True):
-    """Ask for the memory in which a worker on this node can read rows of a table. Answered with TablePlaces."""
+    """Ask for the memory in which a worker on this node can read rows of a table.
+
+    The server answers with TablePlaces.
+    """
 
     table: str
 
@@ -208,7 +211,7 @@ class TablePlaces(msgspec.Struct, tag=True):
 
 
 class FreezeTables(msgspec.Struct, tag=True):
-    """Keep a copy of tables as they are now, under the number `number`. Answered with FrozenTables.
+    """Keep a copy of tables as they are now, under the number `number`. The server answers with FrozenTables.
 
     The copy has the rows that updates after `since` have named. For an export or an increment, `export` is the number
     of updates that the file will contain. The copy then also has the ids of rows that were dropped after `since`, and
@@ -241,7 +244,7 @@ class FrozenTables(msgspec.Struct, tag=True):
 
 
 class ReadTable(msgspec.Struct, tag=True):
-    """Ask for the frozen rows at positions [start, stop) on this server. Answered with PutRows.
+    """Ask for the frozen rows at positions [start, stop) on this server. The server answers with PutRows.
 
     Positions must be read in ascending order. `arrays` names the arrays to send; if empty, all are sent.
     """
@@ -254,7 +257,7 @@ class ReadTable(msgspec.Struct, tag=True):
 
 
 class ReadDropped(msgspec.Struct, tag=True):
-    """Ask for the dropped ids of a frozen table. Answered with Bytes."""
+    """Ask for the dropped ids of a frozen table. The server answers with Bytes."""
 
     number: int
     table: str
@@ -288,7 +291,10 @@ class PutRows(msgspec.Struct, tag=True):
 
 
 class GetTableStats(msgspec.Struct, tag=True):
-    """Ask for a table's figures on this server. Answered with TableStats after the worker's first `round` pushes."""
+    """Ask for a table's figures on this server.
+
+    The server answers with TableStats after the worker's first `round` pushes.
+    """
 
     table: str
     round: int = 0

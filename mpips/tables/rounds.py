@@ -139,7 +139,7 @@ class ServerTable:
         self.refused = 0
         # time of the last update (see `RowsRound`)
         self.time = 0
-        # for each worker the number of its applied pushes
+        # for each worker, the number of its applied pushes
         self._done = [0] * workers
         # `_done` at the last barrier of all workers
         self._met = [0] * workers
@@ -159,7 +159,7 @@ class ServerTable:
         # in an asynchronous store the workers of waiting pushes, in the order of arrival
         self._arrivals: deque[int] = deque()
         self._reads: list[TableRead] = []
-        # for each worker the room that this server has granted for its next push
+        # for each worker, the room that this server has granted for its next push
         self._rooms = [NO_ROOM] * workers
         # number of ids in the largest push so far
         self._largest = 0

@@ -58,7 +58,7 @@ class RowOptimizer:
         """Update rows (k, dim) and their state (k, width) in place.
 
         Args:
-            updates: int32 (k,). For each row the number of its updates, including this one. None unless
+            updates: int32 (k,). For each row, the number of its updates, including this one. None unless
                 `counts_updates`.
             step: The number of this update of the table, counted from 1.
         """

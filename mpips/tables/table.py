@@ -597,10 +597,10 @@ def pull_rows(ids: Mapping[Table, object]) -> dict[Table, Any]:
     returns for each table.
 
     Args:
-        ids: For each table its ids, as in `Table.pull`.
+        ids: For each table, its ids, as in `Table.pull`.
 
     Returns:
-        For each table its rows, of shape ids.shape + (dim,).
+        For each table, its rows, of shape ids.shape + (dim,).
 
     Raises:
         ValueError, TypeError: An argument is bad, or the tables belong to several stores. Nothing has been sent.

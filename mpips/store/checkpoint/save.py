@@ -234,7 +234,8 @@ def senders(layout: Layout) -> list[range]:
 def gathered(layout: Layout, stored: StateAccess, keys: Sequence[Key]) -> Task[list[list[Array]]]:
     """Gather the residuals of float keys on worker 0. Collective.
 
-    Return for each sender a list with one array per key. Workers other than worker 0 get an empty list.
+    Return a list with one entry for each sender. An entry is a list with one array per key. Workers other than worker 0
+    get an empty list.
     """
     residuals = yield from stored.residuals(keys)
     ends = np.cumsum([key.size for key in keys])[:-1]

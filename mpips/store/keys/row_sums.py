@@ -122,7 +122,7 @@ class Distinct(NamedTuple):
     Attributes:
         ids: Each id once.
         owners: The server of each id in `ids`.
-        places: For each id of the push or pull its index in `ids`.
+        places: For each id of the push or pull, its index in `ids`.
         per_server: The number of distinct ids for each server.
     """
 

@@ -309,7 +309,7 @@ class Mirror(UnitMirror):
                 self._note_filled(server)
         return self._keep_whole() or worked
 
-    # ---- to the mirror
+    # ---- messages to the mirror
 
     def _send(self, unit: Unit) -> None:
         assert self._mirror is not None
@@ -349,7 +349,7 @@ class Mirror(UnitMirror):
         if not self._unfilled:
             self._copies.drop_before(self._generation)
 
-    # ---- from servers that this one mirrors
+    # ---- messages from servers that this one mirrors
 
     def _receive(self, server: int, sent: VersionSent) -> None:
         copy = self._copies.of((sent.unit.key, sent.unit.start, sent.unit.stop))

@@ -474,7 +474,7 @@ class UnitMover:
         self._requests: list[MPI.Request] = []
         # bytes that this rank sends and receives
         self.nbytes = 0
-        # (plan, new unit, for each source the arrays of the optimizer's state)
+        # (plan, new unit, a list with the arrays of the optimizer's state from each source)
         self._filled: list[tuple[UnitPlan, Unit, list[list[Array]]]] = []
         self._send(layout.rank)
         own = [planned for planned in plan.units if planned.server == layout.rank]

@@ -92,14 +92,17 @@ class ReplicaSettings:
         return flat if residuals is None else residuals.decoded(key.name, flat)
 
     def residuals_of(self, keys: Sequence[Key]) -> Array | None:
-        """Return the residuals of this worker's pushes: float64, one key after another. None without compression."""
+        """Return the residuals of this worker's pushes: float64, one key after another.
+
+        Return None without compression.
+        """
         if self.residuals is None:
             return None
         kept = [(key.size, self.residuals.get(key.name)) for key in keys]
         return np.concatenate([np.zeros(size) if each is None else each.astype(np.float64) for size, each in kept])
 
     def put_residuals(self, keys: Sequence[Key], values: Sequence[Array]) -> None:
-        """Set the residuals, one array for each key."""
+        """Set the residuals of this worker's pushes, from one array for each key."""
         for key, value in zip(keys, values, strict=True):
             if (residuals := self.compressing(key)) is not None:
                 residuals.put(key.name, value, key.dtype)

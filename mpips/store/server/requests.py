@@ -66,11 +66,11 @@ class Requests:
         self.snapshots: Known[int, Known[int, tuple[Unit, FrozenUnit]]] = Known("snapshot")
         # units of snapshots, to be copied while the server has nothing else to do
         self._due: list[Unit] = []
-        # (worker, line, token, request): requests that wait until everything pushed has been applied
+        # (worker, line, token, request) of each request that waits until all pushes have been applied
         self.waiting: list[tuple[int, Line, int, Request]] = []
         # (line, token, answer, units) of each answer that is sent once the mirror has these units
         self._unsaid: list[tuple[Line, int, bytes, list[Unit]]] = []
-        # (service, worker, asker, request, payload): requests that wait until the mirror has what they need
+        # (service, worker, asker, request, payload) of each request that waits until the mirror has the data for it
         self._deferred: list[tuple[Service, int, Asker, Request, Payload]] = []
         # worker -> the store that this worker has asked to open
         self.opening: dict[int, OpenStore] = {}

@@ -57,7 +57,7 @@ class Surroundings(NamedTuple):
     # the service's connection to the mirror of this server, as `ServiceCopies.connect` has made it
     mirror: Any
     late: Late
-    # the number that stands for the store in timing records
+    # the number of the store in timing records
     lane: int
     # True to end the generation if an update makes NaN or infinity (the option `check_finite`)
     checks_finite: bool

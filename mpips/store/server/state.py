@@ -92,7 +92,7 @@ class ServerState(ABC):
         compressor: Compressor | None = None,
     ) -> None:
         self.units: Known[int, Unit] = Known("unit")
-        # the number that stands for the store in timing records; set once it is known
+        # the number of the store in timing records; set once it is known
         self.lane = LANE
         self.optimizers = optimizers or Groups()
         self.compressor = compressor

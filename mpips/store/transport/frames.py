@@ -143,7 +143,7 @@ class UnitCard(msgspec.Struct, array_like=True):
 
 
 class Create(msgspec.Struct, tag=True):
-    """Make units. Answered with Created once the units have memory."""
+    """Make units. The server answers with Created once the units have memory."""
 
     units: list[UnitCard]
 
@@ -153,7 +153,7 @@ class Created(msgspec.Struct, tag=True):
 
     # one region with the words of all units (`arrange_words`)
     words: tuple[int, ...]
-    # for each unit the region with its values
+    # for each unit, the region with its values
     values: list[tuple[int, ...]]
 
 
@@ -164,7 +164,7 @@ class Forget(msgspec.Struct, tag=True):
 
 
 class Flush(msgspec.Struct, tag=True):
-    """Wait for earlier pushes. Answered when the server has applied them, except those that `staleness` holds back.
+    """Wait for earlier pushes. The server answers once it has applied them, except those that `staleness` holds back.
 
     If all workers have sent MEETS first, `staleness` does not hold back any push.
     """
@@ -205,7 +205,7 @@ class SetCompression(msgspec.Struct, tag=True):
 
 
 class GetState(msgspec.Struct, tag=True):
-    """Ask for the optimizer state of a unit. Answered with StatePart."""
+    """Ask for the optimizer state of a unit. The server answers with StatePart."""
 
     unit: int
 
@@ -219,7 +219,10 @@ class StatePart(msgspec.Struct, tag=True):
 
 
 class GetVersions(msgspec.Struct, tag=True):
-    """Ask how many pushes each of some units of an asynchronous store contains. Answered at once, with Versions."""
+    """Ask for the number of pushes in each of these units of an asynchronous store.
+
+    The server answers at once, with Versions.
+    """
 
     units: list[int]
 
@@ -248,7 +251,10 @@ class SetTorn(msgspec.Struct, tag=True):
 
 
 class TakeSnapshot(msgspec.Struct, tag=True):
-    """Make a snapshot of values and states of units, and keep it under a number. Answered with Snapshotted."""
+    """Make a snapshot of values and states of units, and keep it under a number.
+
+    The server answers with Snapshotted.
+    """
 
     number: int
     units: list[int]
@@ -262,7 +268,7 @@ class Snapshotted(msgspec.Struct, tag=True):
 
 
 class ReadSnapshot(msgspec.Struct, tag=True):
-    """Ask for elements [start, stop) of a unit's values (slot -1) or of a state array. Answered with Bytes.
+    """Ask for elements [start, stop) of a unit's values (slot -1) or of a state array. The server answers with Bytes.
 
     `number` is the number of the snapshot.
     """
@@ -320,7 +326,7 @@ def request_decoder(others: Iterable[Any]) -> Callable[[memoryview], Any]:
     """Return a function that decodes the requests of the store and of its services.
 
     Args:
-        others: For each service the type of its requests, which may be a union of types.
+        others: For each service, the type of its requests, which may be a union of types.
     """
     return msgspec.msgpack.Decoder(functools.reduce(operator.or_, others, Request)).decode
 

@@ -200,7 +200,7 @@ class WorkerService(Protocol):
         """
 
     def freeze(self) -> Task[FrozenService]:
-        """Freeze all collections as they are now. Called by one worker."""
+        """Freeze all collections as they are now. Only one worker calls this."""
 
     def check_records(self, path: str, records: Sequence[Any]) -> None:
         """Raise ValueError if the records of a checkpoint lack a collection of this service or do not fit it."""
