@@ -713,7 +713,10 @@ class Generations:
         store.restored = Restored(STORE, store.pushed, store.groups, store.compressor, strict=begun)
 
     def _take(self, recovered: Recovered) -> Rounds:
-        """Replace keys, tables and settings with those of the next generation. Return the rounds of keys and tables."""
+        """Replace keys, tables and settings with those of the next generation.
+
+        Return the rounds of all keys and tables.
+        """
         store = self._store
         store.keys.clear()
         for service in store.backend.services:

@@ -184,7 +184,7 @@ class _Block:
 
 
 def _encode(requests: Sequence[messages.PushRows | messages.PullRows | None]) -> bytes:
-    """Encode the requests to one server. If a call pulls several tables, their requests are encoded as one."""
+    """Encode the requests to one server. If a call pulls several tables, their requests are encoded as one message."""
     if len(requests) == 1:
         return frames.encode(requests[0]) if requests[0] is not None else b""
     return frames.encode(

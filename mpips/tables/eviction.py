@@ -90,7 +90,7 @@ class ByScore:
     def first(self, count: int, top: int) -> Positions:
         """Return the positions of the `count` rows to drop. The caller must drop them. There must be enough rows.
 
-        `top` is the first position after those of all rows.
+        All rows are at positions before `top`.
         """
         valid = [positions[self._touched[positions] == touched] for positions, touched in self._pool]
         pool = np.concatenate([np.zeros(0, np.uint32), *valid]).astype(np.int64)

@@ -138,7 +138,7 @@ def record_of(table: KnownTable, frozen: FrozenOnServers) -> TableRecord:
 def pieces(record: TableRecord, prefix: str, frozen: FrozenOnServers) -> Iterator[RowsPiece]:
     """Yield all rows of a frozen table, server by server, in pieces of about PIECE_BYTES.
 
-    `prefix` is the prefix of the names of the table's tensors.
+    The names of the table's tensors in the file begin with `prefix`.
     """
     row_bytes = _row_bytes(record)
     step = max(1, PIECE_BYTES // row_bytes)

@@ -83,7 +83,7 @@ class RowsChanged(msgspec.Struct, array_like=True, tag=1):
 
 
 class RowsKept(msgspec.Struct, array_like=True, tag=2):
-    """Message of the mirror: it has applied `count` more messages."""
+    """Message from the mirror: the mirror has applied `count` more messages."""
 
     count: int
 

@@ -74,7 +74,9 @@ class RowOptimizer:
         step: int,
         streams: NDArray[np.uint64],
     ) -> bool:
-        """Update the rows at positions `places` of a table's arrays with the compiled loop. Gives the bits of `update`.
+        """Update the rows at positions `places` of a table's arrays with the compiled loop.
+
+        The resulting bits are those of `update`.
 
         Return False, with nothing changed, if the compiled loop is not available.
 

@@ -375,7 +375,7 @@ class ServerTables:
         return self._go_on()
 
     def meets(self, worker: int) -> Answers:
-        """Note that a worker of an asynchronous store waits for all others. Return the answers that are now due.
+        """Note that a worker of an asynchronous store waits for all other workers. Return the answers that are now due.
 
         The waiting worker pushes nothing, so workers that are ahead of it need not wait for it.
         """

@@ -294,7 +294,7 @@ def host(x: object) -> Array:
         return arrays.host(x)
     except TypeError:
         raise
-    # The library of the array may raise anything.
+    # The library that made the array may raise any exception.
     except Exception as error:
         raise TypeError(f"{type(x).__name__} cannot be viewed as a host array ({error})") from error
 

@@ -155,7 +155,7 @@ def _slots(size: int) -> NDArray[np.int32]:
 
 
 def last_places(ids: Ids) -> tuple[Ids, Places]:
-    """Return the distinct ids, ascending, and for each the index of its last occurrence in `ids`."""
+    """Return the distinct ids, ascending, and for each of them the index of its last occurrence in `ids`."""
     once, places = np.unique(ids[::-1], return_index=True)
     return once, len(ids) - 1 - places
 
@@ -210,7 +210,7 @@ def summed(
     Args:
         parts: (ids, gradients (k, dim)) for each push. No id repeats within a push.
         ascending: True if the ids of each push ascend. Then the ids of the result ascend.
-        dtype: The dtype of the sums. None: that of the gradients.
+        dtype: The dtype of the sums. None: the dtype of the gradients.
     """
     parts = [part for part in parts if len(part[0])] or parts[:1]
     first = parts[0][1]

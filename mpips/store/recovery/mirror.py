@@ -98,7 +98,7 @@ class MirroredUnit:
         self._spare: list[Array] = []
 
     def allocate(self, sent: VersionSent) -> list[Array]:
-        """Return memory for a version that is about to arrive: that of the older version, if it fits."""
+        """Return memory for a version that is about to arrive: the memory of the older version, if its size fits."""
         old, self._spare = self.versions.pop().arrays if len(self.versions) == VERSIONS else self._spare, []
         size = sent.unit.stop - sent.unit.start
         fits = [array.dtype.name for array in old] == sent.dtypes
@@ -166,7 +166,7 @@ class MirroredUnits:
         return [OwnerInventory(copies_of(rank), False, b"", units)] if units else []
 
     def arrays_of(self, index: int, before: bool) -> list[Array]:
-        """Return values and state of one of the units that `owners` lists.
+        """Return the values and optimizer state of one of the units that `owners` lists.
 
         Args:
             index: The index of the unit in that list.

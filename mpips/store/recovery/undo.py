@@ -185,7 +185,7 @@ class Undo(UndoWords[AvailableRound]):
         self.words[MARK] = len(rows)
 
     def close(self, step: int | None) -> None:
-        """Close the round. `step`: the optimizer's step, or None if there is no state."""
+        """Close the round. `step` is the optimizer's step, or None if there is no state."""
         words = self.words
         words[STEP] = 0 if step is None else 1 + step
         words[WHOLE] = 1
@@ -216,7 +216,7 @@ class Undo(UndoWords[AvailableRound]):
         self.words[TORN] = torn
 
     def note_state(self, step: int | None) -> None:
-        """Note that the optimizer's state was replaced. `step` None: there is no state, or it is about to change.
+        """Note that the optimizer's state was replaced. If `step` is None, there is no state, or it is about to change.
 
         After that the round before can no longer be restored.
         """

@@ -166,7 +166,7 @@ class Client(RowTransfers):
                 yield from self._pull_vector([keys[i] for i in chosen], [outs[i] for i in chosen])
 
     def _read_directly(self, keys: Sequence[Key], outs: Sequence[Array]) -> list[Task[None]]:
-        """Pull keys one by one until one would have to wait. Return tasks for that key and all later ones."""
+        """Pull keys one by one until a pull would have to wait. Return tasks for that key and all later keys."""
         left: list[Task[None]] = []
         for key, out in zip(keys, outs, strict=True):
             task = self._pull.pull_part(key, out, key.shards) if left or key.fast is None else key.fast.pull(out)
@@ -201,7 +201,7 @@ class Client(RowTransfers):
         return steps(keys)
 
     def _push_vector(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task[None]:
-        """Push keys of one dtype. The members sum them as one vector."""
+        """Push keys of one dtype. The members sum their arrays as one vector."""
         vector, total, parts = self._vectors.lay(flats)
         for key in keys:
             key.round += 1
@@ -217,7 +217,7 @@ class Client(RowTransfers):
             )
 
     def _pull_vector(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[None]:
-        """Read keys of one dtype. Rank 0 broadcasts them as one vector."""
+        """Read keys of one dtype. Rank 0 broadcasts their values as one vector."""
         vector, _, slices = self._vectors.room(outs)
         call = self._call(label("pull", keys))
         if self._rank == 0:

@@ -153,7 +153,7 @@ class ServerLink:
         Args:
             body: The encoded request, with data in front of it. If it is an array in memory that the node shares, it is
                 not copied.
-            data_bytes: The size of that data.
+            data_bytes: The size of the data in front of the request.
         """
         self._tokens += 1
         self.lines[server].post_body(body, Op.CONTROL, token=self._tokens, aux=data_bytes)
@@ -196,7 +196,10 @@ class ServerLink:
         shard.stored[...] = values
 
     def in_window(self, tasks: Iterable[tuple[Task[Any], int]]) -> Task[None]:
-        """Run tasks, given as (task, bytes). Several run at once if their bytes together stay below the limit."""
+        """Run `tasks`, pairs of a task and its bytes.
+
+        Several run at once if their bytes together stay below the limit.
+        """
         waiting = iter(tasks)
         room = self._layout.options.chunks_in_flight * self._layout.options.chunk_bytes
         running: deque[tuple[Task[Any], int]] = deque()

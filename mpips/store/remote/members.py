@@ -1,8 +1,8 @@
 """Collectives among the members of a client (a group of workers that sum before they push), for one call at a time.
 
 On one node the members use `collectives`, which raises MismatchError on all of them if their calls differ. Between
-nodes each member sends the name of its call to all others together with its data. A member pushes to the servers only
-after it has received the same name from all others.
+nodes each member sends the name of its call, together with its data, to all other members. A member pushes to the
+servers only after it has received the same name from all of them.
 """
 
 from __future__ import annotations

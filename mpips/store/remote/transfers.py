@@ -379,7 +379,10 @@ class Pull:
                 yield went_on
 
     def _between_updates(self, key: Key, out: Array, shards: Sequence[Shard]) -> Task[Sequence[Shard]]:
-        """Read the units on this node that have one block, after this worker's pushes. Return the shards not read."""
+        """Read the units on this node that have one block, after this worker's pushes.
+
+        Return the shards that were not read.
+        """
         left = []
         for shard in shards:
             if not shard.local or shard.blocks > 1:

@@ -66,7 +66,7 @@ class Ending(Protocol):
 
 
 class Handle(NotCopyable):
-    """An operation that runs during compute, as `ipush`, `ipull` and `ipushpull` return it.
+    """An operation that runs while the program computes. `ipush`, `ipull` and `ipushpull` return it.
 
     `wait()` blocks until the operation has ended, and returns its result. `test()` returns True once the operation has
     ended. Both raise its error if it has failed.
@@ -112,7 +112,10 @@ class Handle(NotCopyable):
         return self._result
 
     def step(self) -> None:
-        """Advance the task to its next wait (for the engine). KeyboardInterrupt fails the operation and is raised."""
+        """Advance the task to its next wait. Only the engine calls this.
+
+        A KeyboardInterrupt makes the operation fail, and is raised.
+        """
         self.started = self.started or time.perf_counter()
         try:
             next(self._task)
@@ -125,7 +128,7 @@ class Handle(NotCopyable):
                 raise
 
     def stop(self, error: BaseException | None) -> None:
-        """End the operation, with an error or None (for the engine). Closing the task frees its arrays."""
+        """End the operation, with an error or None. Only the engine calls this. Closing the task frees its arrays."""
         self._task.close()
         self._task, self.error = empty_task(), error
         self.ended = time.perf_counter()

@@ -90,7 +90,7 @@ _pid = os.getpid()
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Defer Ctrl-C until the block ends. For blocks that take a few seconds at most, and that other ranks rely on."""
+    """Defer Ctrl-C until the block ends. Use this for blocks of a few seconds at most, on which other ranks rely."""
     came: list[FrameType | None] = []
     main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGINT) if main else None

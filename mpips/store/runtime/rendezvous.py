@@ -50,7 +50,7 @@ class MeetingPlace(Protocol):
 
 
 class _Word(msgspec.Struct, array_like=True):
-    """The message that a rank sends to all others in `agree`: the arguments that it has passed there."""
+    """The message that a rank sends to all other ranks in `agree`. It has the arguments of this rank's call."""
 
     # the name of the call
     what: str

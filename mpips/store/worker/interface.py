@@ -76,8 +76,8 @@ class StateAccess(Protocol):
     def states(self, keys: Sequence[Key]) -> Task[States]:
         """Return the optimizer's step and state for each key. Collective.
 
-        In a store with servers only rank 0 gets them, and other ranks get an empty dict. Without servers every rank
-        gets them.
+        In a store with servers only rank 0 gets the states, and other ranks get an empty dict. Without servers every
+        rank gets them.
         """
 
     def put_states(self, keys: Sequence[Key], states: States) -> Task[None]:

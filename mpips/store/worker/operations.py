@@ -172,7 +172,7 @@ class Operations:
                 self._backend.direct = False
 
     def guard(self, what: str, names: Sequence[Name] = ()) -> Guard:
-        """Return a context in which any exception ends the generation, except those that `refused` accepts."""
+        """Return a context in which any exception ends the generation, unless `refused` is true for it."""
         return Guard(self._engine.generation, what, names)
 
     def pull(self, key: Key, out: Array) -> Task[None]:

@@ -183,7 +183,7 @@ class ListTransfers:
             self._run(left, priority, what)
 
     def _pull_all(self, records: Sequence[Key], outs: Sequence[Array], priority: int, what: str) -> None:
-        """Pull the keys one by one until one would have to wait. Run that key and all later ones as one task."""
+        """Pull the keys one by one until a pull would have to wait. Run that key and all later keys as one task."""
         left: list[tuple[Key, Task[None]]] = []
         for record, out in zip(records, outs):
             task = self._operations.pull(record, out) if left else record.fast.pull(out)  # type: ignore[union-attr]
@@ -201,8 +201,8 @@ class Route:
     """Makes a worker's pushes and pulls by the short-cut `try_fast` if possible, otherwise by `call`.
 
     All keys of a list are pushed before the call waits for any of them, because other workers may list the keys in
-    another order. Then the keys are pulled one by one until one would have to wait. That key and all later ones run as
-    one task.
+    another order. Then the keys are pulled one by one until a pull would have to wait. That key and all later keys run
+    as one task.
 
     Args:
         known: The initialised keys.
