@@ -1,4 +1,4 @@
-"""The key-value store that a training loop uses: MXNet's KVStore 1.9.1, with the kinds of the MXNET-MPI paper."""
+"""`KVStore`, the key-value store of a training loop: MXNet 1.9.1's API, with the store kinds of the MXNET-MPI paper."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class KVStore(NotCopyable):
     GPUs (`__cuda_array_interface__`). JAX arrays can be read but not written. Arrays made by `mpips.empty` are
     exchanged without a copy between ranks of one node.
 
-    A key is an int or a str. A call takes one key or a list of keys, and for each key one array or a list of arrays
-    (one per device), which are summed first. A priority is an int of at most 31 bits.
+    A key is an int or a str. A call takes one key or a list of keys, and for each key, one array or a list of arrays
+    (one per device). The arrays of a list are summed first. A priority is an int of at most 31 bits.
 
     Not thread-safe: only one thread of a process may use a store.
 
@@ -95,7 +95,7 @@ class KVStore(NotCopyable):
     def resumed(self) -> int | None:
         """The training step to begin with, which is the number of rounds that each key has completed.
 
-        0 in a new training. More than 0 if the job has resumed from a checkpoint, or if this worker has joined a
+        0 in a new training run. More than 0 if the job has resumed from a checkpoint, or if this worker has joined a
         running job. None if the keys are at different rounds.
         """
         return self.worker.resumed
@@ -241,13 +241,13 @@ class KVStore(NotCopyable):
             dtype: "float16", "bfloat16", "float32" or "float64". Rows of 16 bits are updated in float32, and have
                 optimizer state in float32.
             init: The first values: `mpips.uniform`, `mpips.normal`, `mpips.truncated_normal`, `mpips.constant`, or a
-                function of ids that `mpips.register_init` has made known. None: `mpips.uniform(0.05)`.
+                function of ids that was registered by `mpips.register_init`. None: `mpips.uniform(0.05)`.
             optimizer: "sgd", "adagrad", "row_adagrad" (one accumulator for each row), "adam" (its bias correction
                 counts each row's own updates), "row_adam" (one second moment for each row) or "ftrl".
             seed: Any int.
             admit: Which ids get a row: `mpips.seen(times)` or `mpips.chance(probability)`. Gradients of other ids are
                 dropped, and a pull of such an id returns its first values. None: all ids get a row.
-            evict: Drop rows that none of the last `evict` updates has used. None: keep all rows.
+            evict: Drop each row that has not been used by any of the last `evict` updates. None: keep all rows.
             limit: The maximum number of rows that the table holds after an update. The least recently used rows are
                 dropped first. Each server has an equal share of the limit. None: no limit.
             evict_by: The order in which `limit` drops rows: "age" (the oldest last update first), "count" (the fewest
@@ -421,11 +421,11 @@ class KVStore(NotCopyable):
                 workers raise StoreError.
 
         Returns:
-            The number of complete rounds of each key and table. The values are now those after that round. In an
-            asynchronous store, the number of this worker's pushes that count (in `mpi_*` kinds, of its client's).
-            `.step` is the common round of all keys and tables that were ever pushed, or None if their rounds differ (in
-            an asynchronous store, the lowest round). `.torn` names keys and tables to which a round was applied only in
-            part: load a checkpoint to repair them.
+            For each key and table, the number of its complete rounds. Its values are now those after that round. In an
+            asynchronous store, the number of this worker's pushes that count (in `mpi_*` kinds: of its client's
+            pushes). `.step` is the common round of all keys and tables that were ever pushed, or None if their rounds
+            differ (in an asynchronous store, the lowest round). `.torn` names keys and tables to which a round was
+            applied only in part: load a checkpoint to repair them.
         """
         with self._route.marked("recover"):
             rounds = self.generations.recover(grow)
@@ -567,7 +567,10 @@ class KVStore(NotCopyable):
         return None
 
     def _check_reads_alone(self) -> None:
-        """Raise ValueError if members of a client pull together, since they might find different versions of a key."""
+        """Raise ValueError if this worker's client pulls as a group.
+
+        Its members might find different versions of a key.
+        """
         layout = self.layout
         members = max(len(range(*client)) for client in layout.clients)
         if layout.kind.startswith("mpi_") and members > 1:
@@ -702,7 +705,7 @@ class Generations:
         return rounds
 
     def join(self, recovered: Recovered) -> None:
-        """Begin as a worker that has taken a dead worker's place. `recovered`: the content of the running store."""
+        """Begin as a worker that has taken a dead worker's place. `recovered` is the content of the running store."""
         store = self._store
         rounds = self._take(recovered)
         store.resumed, store.fresh = rounds.step, True
@@ -710,7 +713,10 @@ class Generations:
         store.restored = Restored(STORE, store.pushed, store.groups, store.compressor, strict=begun)
 
     def _take(self, recovered: Recovered) -> Rounds:
-        """Replace keys, tables and settings with those of the next generation. Return the rounds of keys and tables."""
+        """Replace keys, tables and settings with those of the next generation.
+
+        Return the rounds of all keys and tables.
+        """
         store = self._store
         store.keys.clear()
         for service in store.backend.services:
@@ -729,7 +735,7 @@ class Generations:
     def close(self) -> None:
         generation = self._store.generation
         if self._is_open():
-            # A worker that has more work to do before it closes may take long: wait without a limit.
+            # Wait without a time limit, because another worker may have much work left before it closes the store.
             limits, generation.limits = generation.limits, NEVER
             try:
                 self._save_last(self._meet_to_close())
@@ -754,7 +760,7 @@ class Generations:
         in_order(self.close, self._leave)
 
     def _save_last(self, pushes: Sequence[bytes]) -> None:
-        """Write the last regular save of a store that saves itself, if all workers close it after the same step.
+        """Write the final checkpoint of a store that saves itself, if all workers close the store after the same step.
 
         Args:
             pushes: What each worker has pushed (`waiting.pushes_of`), or empty if not all workers closed the store.
@@ -767,9 +773,9 @@ class Generations:
             store.regular.save_last(alike=all(each == pushes[0] for each in pushes))
 
     def _meet_to_save(self) -> Sequence[bytes]:
-        """In a store that saves itself, wait until all workers close it. Return what each has pushed.
+        """In a store that saves itself, wait until all workers close it. Return what each worker has pushed.
 
-        Empty if the store does not save itself, or if some worker does not close it.
+        The result is empty if the store does not save itself, or if some worker does not close it.
         """
         store = self._store
         if store.regular is None or store.generation.over is not None:
@@ -777,23 +783,24 @@ class Generations:
         try:
             store.settle()
             return store.agree(waiting.CLOSE, data=waiting.pushes_of(store.pushed))
-        # The other workers are in another call, which tells them that this worker closes the store.
+        # The other workers are in another call. That call tells them that this worker closes the store.
         except (CollectiveError, ValueError):
             return ()
 
     def _meet_to_close(self) -> Sequence[bytes]:
         """In a store that survives deaths, wait until every worker closes it. Return what each worker has pushed.
 
-        Another worker may die before all have closed the store, and the others would then need this worker to recover.
-        The result is empty if not all workers closed the store. Raise StoreError if a death undoes pushes of this
-        worker, which all workers have to repeat. In a store that does not survive deaths, do what `_meet_to_save` does.
+        Another worker may die before all workers have closed the store. The remaining workers would then need this
+        worker to recover. The result is empty if not all workers closed the store. Raise StoreError if a death undoes
+        pushes of this worker, which all workers have to repeat. In a store that does not survive deaths, do what
+        `_meet_to_save` does.
         """
         store = self._store
         if not store.layout.survives:
             return self._meet_to_save()
         if store.generation.over is not None:
             return ()
-        # Rounds that are complete before the workers meet are not undone by a death.
+        # Complete all rounds now: a death after the meeting cannot undo rounds that were complete before it.
         store.settle()
         pushed = {name: each.round for name, each in store.pushed.items()}
         pushes = waiting.pushes_of(store.pushed)
@@ -814,7 +821,7 @@ class Generations:
                     f"close: a death has undone round {pushed[undone[0]]} of {name}, and the others make it again: "
                     "call recover(), and go on from its step, with close() inside the same try"
                 )
-            # The ranks are the same, so nobody has died. Workers that push further must not wait for this worker.
+            # The ranks are unchanged, so nobody has died. Other workers still push, and must not wait for this worker.
             if not store.layout.changed:
                 return ()
 

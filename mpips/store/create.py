@@ -38,7 +38,7 @@ Create = TypeVar("Create", bound=Callable[..., Any])
 
 @dataclass
 class _Open:
-    """A store with servers that this worker has open."""
+    """An open store with servers, as this worker keeps it."""
 
     # the communicator that was passed to `create`
     comm: MPI.Intracomm
@@ -57,7 +57,7 @@ _surviving: list[int] = []
 
 
 def _watched(call: Create) -> Create:
-    """In a job that `mpips chaos` watches, wrap `create` so that it reports this rank and the stores it makes."""
+    """Wrap `create` if `mpips chaos` watches the job, so that it reports this rank and the stores that it creates."""
     if world.WATCHED not in os.environ:
         return call
     from mpips.chaos.injector import watched
@@ -166,8 +166,8 @@ def _begun(layout: Layout, generation: Generation) -> Server | StandBy | RemoteS
     """Make the object for this rank's role in the first generation of a store. Collective, blocking.
 
     In a store that survives deaths this function waits until all ranks are ready. Otherwise a rank could begin to use
-    the store while another still makes communicators. The wait is a rendezvous outside of MPI, because a long wait
-    inside `Agree`, which follows in `_all_alive`, is not safe from deaths.
+    the store while another still makes communicators. The ranks wait in a rendezvous outside of MPI. `_all_alive` calls
+    MPI's `Agree` afterwards, but a long wait inside `Agree` is not safe if a rank dies.
     """
     member: Server | StandBy | RemoteStore | ReplicatedStore
     with generation.failing(roles.WHAT):
@@ -253,7 +253,10 @@ def _unable(options: Options | None) -> str:
 
 
 def why_deaths_end_job(wish: str) -> str:
-    """Return the reason why this MPI cannot fulfil a `wish` that needs ranks to survive deaths, or ""."""
+    """Return the reason why this MPI cannot keep the job alive after a death, which `wish` needs.
+
+    Return "" if it can.
+    """
     if not survives_deaths():
         return (
             f"{wish} needs an MPI in which a death ends no job: Open MPI with ULFM, as `mpips run --spares` or "
@@ -269,8 +272,9 @@ def _all_alive(comm: MPI.Intracomm, options: Options | None) -> Iterator[None]:
     """Let all ranks agree whether the store that is created in the block was created on all of them.
 
     Without this agreement, a death during `create` could leave one rank with a store that survives the death, and
-    another rank without a store. If a rank dies inside the block, all ranks raise StoreError. A StallError is raised at
-    once, because the missing rank would not take part in an agreement either. Does nothing in a store without spares.
+    another rank without a store. If a rank dies inside the block, all ranks raise StoreError. But if a rank does not
+    come in time, StallError is raised without an agreement, because that rank would not take part in it either. Does
+    nothing in a store without spares.
     """
     if options is None or options.spares < 0 or _unable(options):
         yield
@@ -302,7 +306,7 @@ def _all_alive(comm: MPI.Intracomm, options: Options | None) -> Iterator[None]:
         raise raised
 
 
-# The number under which the recorder keeps what a spare does. It is larger than the numbers of stores.
+# The recorder stores what a spare does under this number. It is larger than the numbers of stores.
 LANE = 5 << 61
 
 
@@ -425,7 +429,7 @@ def _unfit(options: Options, first: Layout) -> str:
 
 
 def _seat(layout: Layout, generation: Generation) -> CorePinning:
-    """Return the core binding of this process, which is made with the first store that has servers.
+    """Return the core binding of this process. The first store with servers makes it.
 
     Collective over the layout's ranks, blocking.
     """

@@ -19,7 +19,7 @@ from mpips.collectives.kernels import engine
 from mpips.collectives.recorder import own as recorder
 
 PREFIX = "MPIPS_"
-# Variables with this prefix that are not options of a job. They may differ between ranks.
+# Variables that begin with MPIPS_ but are not options of a job. They may differ between ranks.
 OF_PROCESSES = (
     engine.VARIABLE,
     engine.FOLDER_VARIABLE,
@@ -36,7 +36,7 @@ ALIASES = {"synchronous-mpi": "mpi_sync", "asynchronous-mpi": "mpi_async"}
 
 
 class OptionError(ValueError):
-    """An option that makes no sense, or options that contradict each other or the size of the job."""
+    """An option has a bad value, or options contradict each other or the size of the job."""
 
     __module__ = "mpips"
     of_caller = True  # see `collectives.errors`
@@ -51,11 +51,11 @@ class Field(NamedTuple):
     least: float | None
     # the allowed values of a text option, or () if any value is allowed
     choices: tuple[str, ...]
-    # the meaning, as help and documentation show it
+    # the explanation that help and documentation show
     text: str
 
 
-# Limits of whole numbers: what messages between ranks and files can hold, and what a processor can address.
+# Limits of whole numbers. Messages between ranks and files can hold no other numbers, and processors address no more.
 LEAST, MOST = -(2**63), 2**63 - 1
 
 FIELDS = (
@@ -319,7 +319,9 @@ def _as_bool(value: object) -> bool:
 
 
 def read(arguments: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None) -> Options:
-    """Read the options from arguments, else from `MPIPS_*` variables, else use defaults. Arguments of None are ignored.
+    """Read each option from the arguments, else from its `MPIPS_*` variable, else use the default.
+
+    Ignore arguments of None.
 
     Raises:
         OptionError: An argument or variable is unknown (the message lists the known ones), or a value is bad. This
@@ -352,7 +354,10 @@ def read(arguments: Mapping[str, Any] | None = None, environment: Mapping[str, s
 
 
 def _perhaps(name: str, known: Sequence[str], shown: Callable[[str], str]) -> str:
-    """Return the end of an error message about an unknown name: the most similar known name, and all known names."""
+    """Return the end of an error message about an unknown name.
+
+    It has the most similar known name, and all known names.
+    """
     near = difflib.get_close_matches(name, known, 1)
     return f"{f': did you mean {shown(near[0])}?' if near else ';'} known: {', '.join(map(shown, known))}"
 
@@ -383,7 +388,7 @@ def check_kind(kind: str, arguments: Mapping[str, Any]) -> None:
 
 
 def uneven(workers: int, clients: int) -> str:
-    """Return the text of a warning that not all clients have the same number of workers."""
+    """Return the warning that clients have different numbers of workers."""
     return f"mpips: {workers} workers do not split evenly over {clients} clients; some have one more"
 
 

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 # the layout of the newest store that spans the whole job; a recovery changes it in place
 _layouts: list[Layout] = []
-# the number that `size` returned before a store was created
+# the number that `size` has returned before a store was created; empty if it was not called
 _given: list[int] = []
 
 
 def rank() -> int:
-    """Return the number of this rank among the ranks that train: 0 up to `mpips.size()` - 1.
+    """Return the number of this rank among the ranks that train, from 0 to `mpips.size()` - 1.
 
     Split data by `mpips.rank()` and `mpips.size()`, never by COMM_WORLD, which also counts servers and spares. In a job
     without servers and spares both numbers are those of COMM_WORLD. Local; the first call may start MPI, which waits

@@ -5,9 +5,9 @@ up to, but not including, (c+1)*W//C. Every communicator of a store is made here
 between two failures) has its own communicators.
 
 If a machine has more processes than cores, processes are bound to one core each, round robin (`CorePinning`), unless a
-launcher has bound any of them. The reason: a waiting process polls and yields its core after each poll, which the
-kernel counts as work. Without binding the kernel might therefore leave two servers on one core for seconds. In
-containers and on emulated hosts nothing is bound.
+launcher has bound any of them. Without binding, the kernel might leave two servers on one core for seconds: a waiting
+process polls, and yields its core after each poll, and the kernel counts this as work. In containers and on emulated
+hosts processes are not bound.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from mpips.store.runtime.errors import LostError
 from mpips.store.runtime.rendezvous import Gathering, MeetingPlace, agree
 
 WHAT = "mpips.create"
-# The recorder's numbers for stores (`Layout.lane`) begin here, above those for communicators.
+# The first number of a store in the recorder (`Layout.lane`). Communicators have smaller numbers.
 STORE = 1 << 63
 _stores = itertools.count()
 
@@ -45,8 +45,9 @@ _stores = itertools.count()
 class Layout:
     """One rank's view of a store's ranks. Rank numbers are those of `world`, a duplicate of `create`'s communicator.
 
-    The view is that of the current generation. When the next generation begins, `rebuild_after_death` makes another
-    layout, and `become` copies it into this object. So everybody who holds this object sees the new generation.
+    The object shows the current generation. When the next generation begins, `rebuild_after_death` makes another
+    layout, and `become` copies it into this object. So all code with a reference to this object sees the new
+    generation.
     """
 
     kind: str
@@ -55,7 +56,8 @@ class Layout:
     num_workers: int
     num_servers: int
     clients: tuple[Interval, ...]
-    # For each rank the lowest rank on its node. As in MPI, a node is a set of ranks that can share memory.
+    # For each rank, the lowest rank on its node, which stands for the node. As in MPI, a node is a set of ranks that
+    # can share memory.
     nodes: tuple[int, ...]
     world: MPI.Intracomm
     # number of ranks that wait to replace dead ranks; they are the last ranks of `world`
@@ -72,7 +74,7 @@ class Layout:
     servers: MPI.Intracomm | None = None
     # the previous generation; None in the first
     before: Before | None = None
-    # the number under which the recorder keeps this store, the same on all ranks of the store
+    # the number of this store in the recorder, which is the same on all ranks of the store
     lane: int = STORE
 
     @property
@@ -131,11 +133,11 @@ class Layout:
 
     @property
     def limits(self) -> Limits:
-        """How long a wait may last before it warns, and before it fails."""
+        """The time after which a wait gives a warning, and the time after which it fails."""
         return _limits(self.options)
 
     def groups(self) -> list[list[int]]:
-        """Return the groups of workers that contribute once to a round. See `sharding.owners`."""
+        """Return the groups of workers. Each group as a whole contributes once to a round (see `sharding.owners`)."""
         return owners(self.clients, self.kind, self.options.masters)
 
     def server_rank(self, server: int) -> int:
@@ -189,12 +191,12 @@ class Layout:
         return layout
 
     def free(self) -> None:
-        """Let the communicators be freed once all ranks have called this method. Does not block."""
+        """Mark the communicators for release. They are freed once all ranks have called this method. Does not block."""
         for comm in self.communicators():
             close_later(comm)
 
     def part(self) -> None:
-        """Free the communicators and drop messages that are still on them.
+        """Free the communicators, and discard messages on them that no rank has received.
 
         Collective over `world`; blocks until all ranks have called this method.
         """
@@ -202,7 +204,10 @@ class Layout:
             close_collectively(comm)
 
     def abandon(self) -> None:
-        """Free the communicators after ranks have died. No other rank may still use them. Does not block."""
+        """Free the communicators after ranks have died.
+
+        Call this only if no other rank uses them any more. Does not block.
+        """
         for comm in self.communicators():
             abandon(comm)
 
@@ -296,7 +301,8 @@ def _nodes(world: MPI.Intracomm, shared_memory: bool) -> tuple[int, ...]:
     return tuple(nodes.tolist())
 
 
-# The content of this file identifies one boot of a machine. All containers on the machine see the same content.
+# The content of this file is different after each boot of a machine. All containers on the machine see the same
+# content.
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 Cores = frozenset[int]
 
@@ -310,7 +316,9 @@ class Processor(msgspec.Struct, array_like=True, frozen=True):
 
 
 def crowded(allowed: Sequence[Cores], quotas: Sequence[Quota | None] = ()) -> bool:
-    """True if a machine has more processes than cores that these processes may use within their quotas.
+    """True if a machine has more processes than cores.
+
+    Only cores that the processes may use, within their quotas, count.
 
     Args:
         allowed: The cores that each process may use.
@@ -323,7 +331,7 @@ def spread(allowed: Sequence[Cores]) -> list[int] | None:
     """Choose a core for each process of a machine. Return None if the processes should not be bound.
 
     Args:
-        allowed: The cores that each process may use. If processes differ in this, a launcher has bound them.
+        allowed: The cores that each process may use. If these sets differ, a launcher has bound the processes.
     """
     cores = sorted(allowed[0])
     if len(set(allowed)) > 1 or not 1 < len(cores) < len(allowed):
@@ -348,7 +356,7 @@ class CorePinning:
         allowed = [frozenset(every[rank].cores) for rank in here]
         alone = all(layout.same_node(rank, layout.rank) for rank in here)
         busy = [rank for rank in here if rank < layout.num_workers + layout.num_servers]
-        # Spares sleep, and so are not counted, unless a machine has only spares.
+        # Do not count spares, because they sleep. But count them if a machine has only spares.
         busy = busy or here
         self.shared = crowded([frozenset(every[rank].cores) for rank in busy], [every[rank].quota for rank in busy])
         cores = spread(allowed) if alone else None

@@ -1,8 +1,8 @@
 """Find out from the environment why a process is alone in its MPI world although a launcher started several.
 
-Every launcher has its own variables, which tell its processes how to find each other. An MPI that does not know these
-variables silently starts as a world of size 1, and N processes then train N models. No I/O: callers pass the
-environment.
+Every launcher sets environment variables of its own, which tell the processes how to find each other. An MPI that does
+not know these variables silently starts as a world of size 1, and N processes then train N models. This module does no
+I/O: callers pass the environment.
 """
 
 from __future__ import annotations
@@ -43,24 +43,25 @@ SETTINGS = ("PMIX_MCA_", "PMIX_PREFIX")
 # pairs of variables: the number of the job's ranks on this host, and this rank's number among these ranks
 LOCAL_RANKS = (("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"), ("MPI_LOCALNRANKS", "MPI_LOCALRANKID"))
 # mpips sets the variables that torchrun would set, so that programs written for torchrun, such as most DDP programs,
-# run unchanged. `mpips run` sets some of these variables, and the rank itself sets the others. The variable PLACE lists
-# them all, as NAME=VALUE, separated by commas. Child processes inherit them, as under torchrun, but mpips does not
+# run unchanged. `mpips run` sets some of these variables, and the rank itself sets the rest. The variable PLACE lists
+# all of them, as NAME=VALUE, separated by commas. Child processes inherit them, as under torchrun, but mpips does not
 # mistake a child for the rank.
 PLACE = "_MPIPS_PLACE"
 RANK, SIZE, LOCAL_RANK, MASTER, PORT = "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"
 # Precedes percent-encoded arguments of a `python -m mpips` line, which mpirun would otherwise take for its own options.
 ENCODED = "--encoded"
-# names the socket on which ranks tell the `mpips run` of their machine that they have started, and how they end
+# the variable that names a socket. Over it, ranks tell the `mpips run` of their machine that they have started, and how
+# they end.
 PRESENCE = "_MPIPS_PRESENCE"
-# set if `mpips run` hands its standard input to rank 0 over the socket of PRESENCE
+# the variable that is set if `mpips run` passes its standard input to rank 0 over the socket of PRESENCE
 INPUT = "_MPIPS_INPUT"
 PRESENT, STARTED, STEP, ROLE, GOODBYE, FAILING = b"present", b"started", b"step", b"role", b"goodbye", b"failing"
-# a remark from rank 0 about a job that has succeeded, printed when all ranks have ended
+# tag of a remark of rank 0 about a job that has succeeded; the remark is printed when all ranks have ended
 REMARK = b"remark"
 
 # Printed once for the whole job, by one rank, if the launcher is on another host and other ranks have died.
 WELL_WITHOUT = b"mpips: the job has ended well without rank"
-# names the folder with the plan and the socket, in the environment of a job that `mpips chaos` watches
+# the variable that names the folder of plan and socket, in a job that `mpips chaos` watches
 WATCHED = "_MPIPS_CHAOS"
 
 
@@ -75,7 +76,7 @@ def implementation(library: str) -> str:
 
 
 def lost(environment: Mapping[str, str], library: str, size: int | None = None) -> str | None:
-    """Return a message with cause and cure if a launcher started several processes but this process is alone.
+    """Return an error message if a launcher started several processes but this process is alone in its MPI world.
 
     Otherwise return None.
 
@@ -84,8 +85,8 @@ def lost(environment: Mapping[str, str], library: str, size: int | None = None) 
 
     Args:
         library: The text of MPI_Get_library_version.
-        size: The size of COMM_WORLD. None before MPI_Init: then only cases that are certain without the size give a
-            message.
+        size: The size of COMM_WORLD. None before MPI_Init. Then a message is returned only in cases that are certain
+            without the size.
     """
     if size is not None and size > 1:
         return None
@@ -106,7 +107,10 @@ def lost(environment: Mapping[str, str], library: str, size: int | None = None) 
 
 
 def launched_as(environment: Mapping[str, str]) -> tuple[int, int] | None:
-    """Return (rank, size) from mpirun's variables, before MPI starts. None if mpirun did not start this process."""
+    """Return (rank, size) from mpirun's variables, before MPI starts.
+
+    Return None if mpirun did not start this process.
+    """
     for size, rank in RANKS:
         if size in environment and rank in environment:
             return _count(environment, rank), _count(environment, size)
@@ -124,7 +128,8 @@ def started_as(environment: Mapping[str, str]) -> tuple[int, int] | None:
 def variables_of_place(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that this rank must set so that a program finds all variables that torchrun sets.
 
-    Empty if `environment` has no `PLACE`. Variables that the user has set on the rank's host are left as they are.
+    The result is empty if `environment` has no `PLACE`. Variables that the user has set on the rank's host are left as
+    they are.
     """
     job, theirs = launched_as(environment), without_place(environment)
     if job is None or PLACE not in environment:

@@ -2,8 +2,8 @@
 
     admitted by chance  <=>  mix(mix(id ^ key) + update * golden ratio) < chance * 2^64
 
-Both rules depend only on the ids of each update. A second table counts the updates that name ids without a row. Its
-rows have one value, the count. So the counts are bounded, saved and restored by the same code as other rows.
+Both rules depend only on the ids of each update. For `seen`, a second table counts the updates that name ids without a
+row. Its rows have one value, the count. So the same code limits, saves and restores the counts and other rows.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from mpips.store.keys.row_sums import GOLDEN, Ids, mixed
 from mpips.tables.rows import TableRows
 
-# changes the key, so that the random numbers for admission differ from those for first values
+# combined with the key, so that the random numbers for admission differ from those for first values
 OTHER = 0x5851F42D4C957F2D
-# limit of `times`: counts are float32, which represents all whole numbers up to this one exactly
+# limit of `times`: counts are float32, which represents all whole numbers up to this limit exactly
 MOST = 1 << 24
 
 
@@ -30,7 +30,7 @@ class Seen:
     """The rule that `mpips.seen` makes: an id gets a row with the `times`-th update that names it.
 
     Attributes:
-        times: Number of updates.
+        times: The number of updates that must name an id before it gets a row.
         remember: The largest number of ids without a row that are counted.
     """
 
@@ -95,7 +95,7 @@ def lucky(key: int, ids: Ids, update: int, probability: float) -> NDArray[np.boo
 
 
 def often_named(counts: TableRows, ids: Ids, times: int) -> NDArray[np.bool_]:
-    """Count an update for ids without a row. Return a mask of the ids that updates have now named `times` times.
+    """Count an update for ids without a row. Return a mask of the ids that have now been named by `times` updates.
 
     The caller makes rows for these ids, so their counts are removed. After that, old counts are dropped (`evict`,
     `remember`).

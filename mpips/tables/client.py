@@ -43,7 +43,7 @@ KEPT = 3
 
 
 class _Pool:
-    """Memory that the node shares, and that pushes and pulls borrow.
+    """Shared memory of the node, from which pushes and pulls borrow pieces.
 
     Memory is reused because the first access to new memory pages takes as long as copying the rows.
     """
@@ -65,19 +65,19 @@ class _Pool:
 
 
 def deal(found: Distinct, first_rows: Sequence[int], first_words: Sequence[int], words: Ids) -> Places:
-    """Lay out the ids of a push or a pull server by server, in memory of which each server has its own section.
+    """Lay out the ids of a push or a pull, server by server, in memory with a section for each server.
 
-    Each distinct id gets a row in the section of its server: the place for the values of this id. The ids of each
-    server are written into `words`, in the order of their rows.
+    Each distinct id gets a row in the section of its server. This row is the place for the values of the id. The ids of
+    each server are written into `words`, in the order of their rows.
 
     Args:
         found: The distinct ids of the call, and the server of each.
-        first_rows: For each server the number of the row for its first id. Its other ids get the rows after that one.
-        first_words: For each server the index in `words` of its first id.
+        first_rows: For each server, the number of the row for its first id. Its other ids get the rows after that row.
+        first_words: For each server, the index in `words` of its first id.
         words: The array into which the ids are written.
 
     Returns:
-        The number of the row for each id as the caller has passed them, repeated ids included.
+        For each id that the caller has passed, repeated ids included, the number of its row.
     """
     if len(found.per_server) == 1:
         words[first_words[0] :][: len(found.ids)] = found.ids
@@ -97,7 +97,7 @@ class _TableShare(NamedTuple):
     # number of values in a row
     dim: int
     dtype: np.dtype
-    # a score for each id of a push, if the table evicts by score; the last one of an id counts
+    # a score for each id of a push, if the table evicts by score; if an id repeats, its last score is used
     scores: Array | None = None
     # for each distinct id the index of its last occurrence in the call; only needed for scores
     last: Places | None = None
@@ -111,8 +111,8 @@ class _Block:
 
     Args:
         parts: The rows of each table.
-        requests: For each server its request for each table, or None for a table without ids of the server. If there
-            are several tables, all requests are pulls.
+        requests: For each server, a list with its request for each table. The request is None if the server has none of
+            the table's ids. If there are several tables, all requests are pulls.
     """
 
     def __init__(
@@ -123,10 +123,10 @@ class _Block:
     ) -> None:
         row_bytes = [part.dim * part.dtype.itemsize for part in parts]
         self._per_server = [part.ids.per_server for part in parts]
-        # for each table and server the number of the first row, and the number of the first id
+        # for each table, a list with the number of the first row for each server; then the same with the first id
         self._first_rows: list[list[int]] = [[] for _ in parts]
         first_ids: list[list[int]] = [[] for _ in parts]
-        # for each server the offsets of its part of the memory, its ids and its request, and the encoded request
+        # for each server, the offsets of its part of the memory, its ids and its request, and the encoded request
         places: list[tuple[int, int, int, bytes]] = []
         end, unit = 0, math.lcm(row_bytes[0], 8)
         for server, asked in enumerate(requests):
@@ -148,16 +148,16 @@ class _Block:
             end = at + len(data)
         end = _round_up(end, 8)
         self.memory = pool.borrow(end)
-        # for each server its part of the memory, and the offsets of its ids and its request there
+        # for each server, its part of the memory, and the offsets of its ids and its request in this part
         self._bodies: list[tuple[Payload, int, int]] = []
         for start, ids_at, at, data in places:
             body = self.memory[start : at + len(data)]
             body[at - start :] = np.frombuffer(data, np.uint8)
             self._bodies.append((body, ids_at - start, at - start))
         words = self.memory[:end].view(np.int64)
-        # for each table the whole memory viewed as its rows, of which only some are used
+        # for each table, the whole memory viewed as rows of the table; only some of these rows are used
         self.rows: list[Array] = []
-        # for each table and each id of the caller the index of its row in `rows`
+        # for each table, an array with the index in `rows` of the row of each id of the caller
         self.places: list[Places] = []
         for part, size, first_row, first_id in zip(parts, row_bytes, self._first_rows, first_ids):
             whole = self.memory[: end // size * size]
@@ -184,7 +184,7 @@ class _Block:
 
 
 def _encode(requests: Sequence[messages.PushRows | messages.PullRows | None]) -> bytes:
-    """Encode the requests to one server. If a call pulls several tables, their requests are encoded as one."""
+    """Encode the requests to one server. If a call pulls several tables, their requests are encoded as one message."""
     if len(requests) == 1:
         return frames.encode(requests[0]) if requests[0] is not None else b""
     return frames.encode(
@@ -202,7 +202,7 @@ class KnownTable:
 
     # the description of the table that was sent to the servers
     card: messages.MakeTable
-    # number of rounds that this worker has pushed; after `recover`, the number that still count
+    # number of rounds that this worker has pushed; after `recover`, the number of those rounds that still count
     round: int = 0
     # number of refused rounds that this worker knows of
     refusals: int = 0
@@ -214,7 +214,7 @@ class KnownTable:
 
     @functools.cached_property
     def numbers(self) -> memoryview:
-        """Counts of what this worker does with the table, in memory that other processes read to observe the job.
+        """Counts of this worker's calls of the table, in memory that other processes read to observe the job.
 
         The indices are `PUSHED`, `ASKED`, `IN_PLACE` and `REFUSED`. `recorder.page.TABLE` explains these counts.
         """
@@ -269,7 +269,10 @@ class RemoteTables:
         self._in_place: dict[str, list[RowsInPlace]] = {}
 
     def renew(self) -> None:
-        """Start over in the next generation. Called when servers no longer use this worker's memory."""
+        """Forget the memory of old pushes and pulls for the next generation.
+
+        Called when servers no longer use this memory.
+        """
         self._servers = self._layout.num_servers
         self._pushes.clear()
         self._pulls.clear()
@@ -375,7 +378,7 @@ class RemoteTables:
         raise of_caller(RoomError(refusals[0].why))
 
     def _drop(self, step: list[messages.TableRound], why: str) -> Task[None]:
-        """Let all servers drop the rounds of a step, and set back this worker's count of pushes."""
+        """Let all servers drop the rounds of a step. Reduce this worker's count of pushes accordingly."""
         for name, round_, refusals in step:
             table = self.known[name]
             if refusals <= table.refusals:
@@ -398,13 +401,15 @@ class RemoteTables:
         return self._answers([self._link.post_request(server, request) for server in range(self._servers)])
 
     def pull(self, pulls: Sequence[tuple[KnownTable, Ids, Array]]) -> Task[None]:
-        """For each (table, ids, out) write the rows of `ids` into `out`, with all earlier pushes of this worker.
+        """For each (table, ids, out), write the rows of `ids` into `out`.
+
+        The rows contain all earlier pushes of this worker.
 
         Raises RoomError if one of these pushes was refused.
         """
         options = self._layout.options
-        # A worker must ask the servers if they may hold pulls back, either because of `staleness`, or because a round
-        # counts only once the mirror has it.
+        # Read in place only if servers never delay pulls. They may delay pulls because of `staleness`, or because a
+        # round counts only once the mirror has it.
         near = options.staleness < 0 and not options.mirrors and self._link.all_local
         asked = []
         for table, ids, out in pulls:
@@ -419,8 +424,8 @@ class RemoteTables:
         """Pull rows by one request to each server."""
         parts = [_TableShare(distinct(ids, self._servers), out.shape[1], out.dtype) for _, ids, out in pulls]
         local = [line.local for line in self._link.lines]
-        # Ask only the servers of the ids. If a table has no ids, ask the first server, because its answer says whether
-        # the worker's last push counts.
+        # Ask only the servers that own the ids. If a table has no ids, ask the first server, because its answer says
+        # whether the worker's last push was accepted.
         requests = [
             [
                 messages.PullRows(table.name, table.round, count, local[server], table.refusals)
@@ -511,7 +516,10 @@ class RemoteTables:
             self._link.post_request(0, messages.WaitForTable(table.name, table.round, table.refusals))
 
     def stats(self, table: KnownTable, ahead: int = 0) -> Task[list[messages.TableStats]]:
-        """Return each server's figures after this worker's pushes and `ahead` more. Raises RoomError like `pull`."""
+        """Return each server's figures after this worker's pushes so far and `ahead` further ones.
+
+        Raises RoomError like `pull`.
+        """
         answers = yield from self._ask_all(messages.GetTableStats(table.name, table.round + ahead, table.refusals))
         yield from self._check_refused(answers)
         return answers
@@ -519,7 +527,7 @@ class RemoteTables:
     def freeze(self, tables: Sequence[str], since: int = 0, export: int = -1) -> Task[FrozenOnServers]:
         """Let the servers keep a copy of the tables as they are now. The caller reads the copy piece by piece.
 
-        Called by one worker. For `since` and `export` see `FreezeTables`.
+        Only one worker calls this. For `since` and `export` see `FreezeTables`.
         """
         self._freezes += 1
         answers = yield from self._ask_all(messages.FreezeTables(self._freezes, list(tables), since, export))
@@ -534,11 +542,11 @@ class RemoteTables:
         yield from self._ask_all(messages.ResetTable(table, updates, time))
 
     def end_load(self, table: str) -> Task[None]:
-        """Tell all servers that they have all rows of a load. Called by one worker."""
+        """Tell all servers that they have all rows of a load. Only one worker calls this."""
         yield from self._ask_all(messages.EndLoad(table))
 
     def put_rows(self, table: str, arrays: Mapping[str, Array]) -> Task[None]:
-        """Send rows to the servers that they belong to. Called by one worker.
+        """Send rows to the servers that they belong to. Only one worker calls this.
 
         `arrays` has every array of the table, by name, for these rows.
         """
@@ -553,7 +561,7 @@ class RemoteTables:
         return self._setup.at_rank_0(do, what)
 
     def _spread(self, ids: Ids) -> list[NDArray[np.int64]]:
-        """Return for each server the indices of the ids that belong to this server."""
+        """Return a list: for each server, the indices of the ids that belong to it."""
         owners = owners_of(ids, self._servers)
         return [np.flatnonzero(owners == server) for server in range(self._servers)]
 

@@ -2,8 +2,8 @@
 
 A score is either the number of updates that have named the row (`evict_by="count"`), or a number that the program gives
 (`evict_by="score"`). The time of an update is the clock of the first worker whose push it contains: in a synchronous
-store that of worker 0, which sends it to all servers with its push. No server reads a clock. So all servers and mirrors
-have the same times, and a round that is undone has its time undone.
+store this is worker 0, which sends its time to all servers with its push. No server reads a clock. So all servers and
+mirrors have the same times. If a round is undone, its time is undone too.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from mpips.tables.index import Positions
 AGE, COUNT, SCORE = "age", "count", "score"
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 MICROSECONDS = 1_000_000
-# A scan finds its bound by a sample of the rows. About this many rows of the sample are within the bound.
+# A scan chooses its bound from a sample of the rows. About this many rows of the sample are within the bound.
 SAMPLED = 256
-# about 3,000 years
+# limit of `evict_after`: about 3,000 years
 MOST_SECONDS = 1e11
 
 
@@ -52,9 +52,9 @@ def span_of(given: Any) -> int:
 class ByScore:
     """Finds the rows with the smallest scores. Among equal scores older updates come first, then smaller ids.
 
-    Only a scan finds the smallest of all rows. So a scan chooses a *bound* that more rows are within than are needed,
-    and keeps these rows as a *pool*. Rows that change later join the pool if they are within the bound then. So the
-    pool has all rows within the bound, and as long as these are enough, no other row can be among the smallest.
+    Only a scan of all rows can find the smallest ones. So a scan chooses a *bound* such that more rows than needed are
+    within it, and keeps these rows as a *pool*. A row that changes later joins the pool if it is then within the bound.
+    So the pool always has all rows within the bound. As long as they are enough, the smallest rows are among them.
 
     Args:
         ids: The id at each position.
@@ -72,11 +72,12 @@ class ByScore:
         return sum(positions.nbytes + touched.nbytes for positions, touched in self._pool)
 
     def forget(self) -> None:
-        """Note that rows have changed in an unknown way, so that the next call of `first` scans all rows."""
-        # Positions, and the last update of each row then. An entry is invalid once the row has been named again or
-        # dropped, because then the last update is another.
+        """Note that unknown rows have changed, so that the next call of `first` scans all rows."""
+        # Positions of rows, and the last update of each row at the time it joined. An entry is invalid once the row has
+        # been named again or dropped, because its last update is then different.
         self._pool: list[tuple[NDArray[np.uint32], NDArray[np.int32]]] = []
-        # score, last update and id; a row is within the bound if it is not larger; empty before a scan
+        # score, last update and id; a row with the same or a smaller tuple is within the bound; empty before the first
+        # scan
         self._bound: tuple[Any, ...] = ()
 
     def note(self, positions: Positions, count: int) -> None:
@@ -89,7 +90,7 @@ class ByScore:
     def first(self, count: int, top: int) -> Positions:
         """Return the positions of the `count` rows to drop. The caller must drop them. There must be enough rows.
 
-        `top` is the first position after those of all rows.
+        All rows are at positions before `top`.
         """
         valid = [positions[self._touched[positions] == touched] for positions, touched in self._pool]
         pool = np.concatenate([np.zeros(0, np.uint32), *valid]).astype(np.int64)
@@ -103,13 +104,13 @@ class ByScore:
         self._pool.append((positions.astype(np.uint32), self._touched[positions]))
 
     def _scanned(self, count: int, top: int) -> Positions:
-        """Choose a new bound, and return all rows within it. These are at least `count`."""
+        """Choose a new bound, and return all rows within it, which are at least `count` rows."""
         rows = np.flatnonzero(self._touched[:top])
-        # A scan costs the number of rows, and each call until the next scan costs the size of the pool. This size makes
-        # both about equal.
+        # A scan takes time in proportion to the number of rows, and each call until the next scan in proportion to the
+        # size of the pool. With this size both take about equally long.
         size = math.isqrt(len(rows) * count)
         pool = rows[:0]
-        # The second step, without a sample, is for a sample whose bound is too low.
+        # The second pass uses all rows instead of a sample. It is needed if the bound from the sample is too low.
         for step in (1 + size // SAMPLED, 1):
             if len(pool) < count:
                 self._bound = self._smallest(rows[::step], -(-size // step))[1]
@@ -128,8 +129,8 @@ class ByScore:
     def _smallest(self, positions: Positions, count: int) -> tuple[Positions, tuple[Any, ...]]:
         """Return the `count` smallest rows among these, and the score, last update and id of the largest of them."""
         found, bound = [], []
-        # Sorting all rows by three keys would take much longer. So take the rows below the count-th score, then look
-        # only at the rows with this score, and so on.
+        # Sorting all rows by three keys would take much longer. So take the rows with less than the count-th smallest
+        # score. Then compare only the rows with exactly this score by the next key, and likewise for the third key.
         for key in self._keys:
             values = key[positions]
             bound.append(np.partition(values, count - 1)[count - 1])

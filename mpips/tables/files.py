@@ -4,9 +4,9 @@ To save, the servers freeze the rows as they are at one moment, and rank 0 reads
 sends rows to the servers.
 
 A table has a tensor for each of its arrays: `ids`, `values`, `touched` (the last update that has named the row), and
-the optimizer's state: `state0`, `state1`, `counts`. With `evict_by` it also has `scores`, and with `evict_after` it has
-`times` (of the last update that has named the row). Rows are in any order. The id decides which server a row belongs
-to, so a store with any number of servers can load the file.
+`state0`, `state1` and `counts` (the optimizer's state). With `evict_by` it also has `scores`, and with `evict_after` it
+has `times` (the time of the last update that has named the row). Rows are in any order. The id decides which server a
+row belongs to, so a store with any number of servers can load the file.
 
 If a table counts updates of ids without a row, the counts are a second table. In the file of a single table the tensors
 of the counts have the prefix `seen_`.
@@ -138,7 +138,7 @@ def record_of(table: KnownTable, frozen: FrozenOnServers) -> TableRecord:
 def pieces(record: TableRecord, prefix: str, frozen: FrozenOnServers) -> Iterator[RowsPiece]:
     """Yield all rows of a frozen table, server by server, in pieces of about PIECE_BYTES.
 
-    `prefix` is the prefix of the names of the table's tensors.
+    The names of the table's tensors in the file begin with `prefix`.
     """
     row_bytes = _row_bytes(record)
     step = max(1, PIECE_BYTES // row_bytes)
@@ -167,7 +167,7 @@ class FilePart(NamedTuple):
 def part_of(
     file: Reader | TensorFile, records: Mapping[str, TableRecord], cards: Mapping[str, MakeTable], later: Ids = NO_IDS
 ) -> FilePart:
-    """Return what to read from a file into existing tables.
+    """Return the part of a file to load into existing tables.
 
     Args:
         records: Prefix of the names of a table's tensors in the file -> description of the table in the file.
@@ -189,12 +189,12 @@ def restore(tables: RemoteTables, parts: Sequence[FilePart]) -> Task[None]:
     A checkpoint of a store is one file with all its tables. A saved table is one file, and possibly increments after
     it. Such files have one table, and its table of counts if it has one.
 
-    While rows arrive, servers mark the tables as torn, that is, incomplete. So if a failure interrupts the load, a
-    recovery does not continue with a part of the rows.
+    While rows arrive, the servers mark the tables as torn, that is, incomplete. So if a failure interrupts the load,
+    the recovery does not use the incomplete tables.
 
     Args:
-        parts: What to read from each file, the newest file last. `records` of the last part must contain every table to
-            replace, because the numbers and times of their updates are taken from the last part.
+        parts: The part to read from each file, the newest file last. `records` of the last part must contain every
+            table to replace, because the numbers and times of their updates are taken from the last part.
     """
     loaded = eviction.now()
     for record in parts[-1].records.values():
@@ -208,7 +208,8 @@ def restore(tables: RemoteTables, parts: Sequence[FilePart]) -> Task[None]:
                 here = slice(start, min(start + step, record.rows))
                 arrays = {name: file.get(prefix + name, here) for name in tensors if prefix + name not in absent}
                 for name in (name for name in tensors if prefix + name in absent):
-                    # The scores of rows that were saved without scores begin at 0, and their clock begins now.
+                    # If the file lacks scores, the scores of its rows begin at 0. If it lacks times, the rows count as
+                    # updated now.
                     value = loaded if name == "times" else 0
                     arrays[name] = np.full(here.stop - start, value, tensors[name].dtype)
                 wanted = ~_are_among(arrays["ids"], later)
@@ -478,7 +479,7 @@ def _loaded(tables: RemoteTables, table: KnownTable, parts: Sequence[FilePart] |
     return b""
 
 
-# ---- for programs that serve
+# ---- exports, for programs that serve the model
 
 
 class _Export(msgspec.Struct):
@@ -489,7 +490,7 @@ class _Export(msgspec.Struct):
     dtype: str
     # number of updates of the table when the file was written
     updates: int
-    # the file has the rows that updates after this one have changed; 0: all rows
+    # number of an update; the file has only the rows that later updates have changed; 0: all rows
     since: int
 
 

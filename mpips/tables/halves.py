@@ -3,10 +3,10 @@
 Optimizers compute with float32 copies of the rows, and with float32 gradients and state. Their compiled loops convert
 one row at a time (`widened_row` and `store_row`). Without compiled loops NumPy converts blocks of rows.
 
-Rounding at random ("stochastic") replaces a number x between two neighbours a and b, with |a| < |b|, by b with the
-probability (x - a) / (b - a). So updates that are smaller than half the distance of neighbours are not lost: their
-expected effect is right. The random number depends only on the table's seed and name, the id, the number of the update
-and the column:
+Let x be a number between two neighbours a and b, with |a| < |b|. Rounding at random ("stochastic") replaces x by b with
+the probability (x - a) / (b - a), and otherwise by a. So updates smaller than half the distance between neighbours are
+not lost: on average their effect is right. The random number depends only on the table's seed and name, the id, the
+number of the update and the column:
 
     word = mix(mix(mix(id ^ key) + update * golden ratio) + (column + 1) * golden ratio)
     b is chosen  <=>  (x - a) / (b - a) + (word >> 11) / 2^53 >= 1
@@ -28,7 +28,7 @@ from mpips.store.keys.row_sums import GOLDEN, Ids, Places, mixed, sorted_sums
 from mpips.tables import kernels
 
 Array = NDArray[Any]
-# changes the key, so that the random numbers for rounding differ from those for first values
+# combined with the key, so that the random numbers for rounding differ from those for first values
 OTHER = 0x2545F4914F6CDD1D
 # used instead of the result of `streams_of` if rows are rounded to nearest
 NEAREST = np.zeros(0, np.uint64)
@@ -72,7 +72,7 @@ def widened(values: Array) -> Array:
 
 
 def streams_of(key: int, ids: Ids, update: int) -> NDArray[np.uint64]:
-    """Return for each id a number, from which the random numbers for its row in an update are made.
+    """Return a number for each id. The random numbers for the id's row in this update are computed from it.
 
     `key` is the table's key for first values.
     """
@@ -96,7 +96,7 @@ def round_into(values: Array, rows: Array, streams: NDArray[np.uint64]) -> None:
 
 @quiet
 def rounded_at_random(x: Array, words: NDArray[np.uint64], dtype: np.dtype) -> Array:
-    """Round float32 numbers to one of their two neighbours in float16 or bfloat16, by 64 random bits for each.
+    """Round each float32 number to one of its two neighbours in float16 or bfloat16, by 64 random bits for each number.
 
     Infinity and NaN stay as they are. Beyond the largest number the upper neighbour is infinity.
     """

@@ -1,15 +1,15 @@
 """Read a table's rows directly in the memory of a server on this node, while the server continues to work.
 
-The server's journal shows whether a read was undisturbed. The server opens a round in its journal, changes rows, and
-closes the round. A reader works as follows:
+The server's journal shows whether rows have changed during a read. To change rows, the server opens a round in its
+journal, writes the rows, and closes the round. A reader works as follows:
 
 1. Note the last round, and check that no round is open.
 2. Read the rows.
 3. Check that no other round was opened meanwhile. Then the rows are those of the noted round.
 
 In a synchronous store no round can open while a worker reads, because the next round needs a push by this worker. The
-reader sees the server's stores to memory in the order in which the server made them (x86). Reading needs a compiled
-loop.
+reader sees the server's writes to memory in the order in which the server made them (x86). Reading in place needs a
+compiled loop.
 
 The memory stays mapped after the server has died. The journal's word HERE is 1 as long as this memory has the table's
 current rows. The server sets HERE to 0 before it puts the rows elsewhere (for a load or the next generation). Memory
@@ -45,7 +45,7 @@ class RowsInPlace:
         at: The place of the rows in the server's memory.
         card: The description of the table.
         workers: Number of workers of the store.
-        server: Number of the server, and number of servers.
+        server: The number of the server, and the number of servers.
     """
 
     def __init__(self, at: TablePlaces, card: MakeTable, workers: int, server: tuple[int, int]) -> None:
@@ -62,7 +62,7 @@ class RowsInPlace:
         self._values = file.view(places["values"], (capacity * card.dim,), kind)
         self._server = np.array(server, np.uint64)
         self._first_values = FirstValues(card)
-        # the contents of `_index` when `_slots` and `_growing` were mapped
+        # the content of `_index` at the time when `_slots` and `_growing` were mapped
         self._where: list[int] = []
         self._slots = NO_SLOTS
         self._growing = NO_SLOTS
@@ -80,8 +80,8 @@ class RowsInPlace:
     def round_with(self, worker: int, pushes: int) -> int:
         """Return the last round, or -1 if it cannot be read now.
 
-        It cannot be read if it does not contain the first `pushes` pushes of this worker, if the server is writing a
-        round, or if the table's rows are no longer in this memory.
+        The round cannot be read if it does not contain the first `pushes` pushes of this worker, if the server is
+        writing a round, or if the table's rows are no longer in this memory.
         """
         words = self._words
         closed = words[CLOSED]
@@ -95,7 +95,7 @@ class RowsInPlace:
         are undefined.
         """
         where = self._index.tolist()
-        # The offsets and sizes in `where` are consistent only if no round has begun.
+        # The offsets and sizes in `where` fit together only if no round has begun.
         if not self._unchanged(round_):
             return False
         if where != self._where:

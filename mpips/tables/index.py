@@ -2,12 +2,12 @@
 
 The hash table uses open addressing, 4 bytes for each slot, and is at most half full. A slot is 0 if it is empty.
 Otherwise its low bits hold 1 + the position of a row, and its high bits hold the high bits of the id's lower hash half.
-(The low bits of the hash choose the slot, so they need not be stored.) A lookup compares these high bits first, so it
-mostly skips rows of other ids without reading their ids.
+(The low bits of the hash choose the slot, so they need not be stored.) A lookup first compares these stored bits. So
+for most rows of other ids it need not read the id.
 
 A full index grows into a new one of twice the size. Each insertion moves a part of the slots, so that no call takes
-long. During the growth ids are looked up in both. Slots are in the server's sparse file. `words` hold their place, for
-processes that read rows in place (`in_place`).
+long. Until all slots have been moved, ids are looked up in both indexes. Slots are in the server's sparse file. `words`
+hold their offset in the file, for processes that read rows in place (`in_place`).
 
 Without compiled loops, each step of a lookup probes one slot for all ids at once.
 """
@@ -54,7 +54,7 @@ class Index:
         # the first position after those of all rows
         self._top = 0
         self._slots, at = file.zeros((FIRST_SLOTS,), np.uint32)
-        # slots of the smaller index that is being moved
+        # the slots of the old, smaller index, while they are being moved
         self._growing = np.zeros(0, np.uint32)
         # number of slots of `_growing` that have already been moved
         self._moved = 0
@@ -90,15 +90,15 @@ class Index:
         self._count -= len(ids)
         hashes = hashes_of(ids)
         if len(self._growing):
-            # An emptied slot would end lookups of rows in the slots after it too early. So `_cut` empties these slots
-            # as well. Rows in them that have not been moved yet go into the new index now.
+            # A lookup ends at an empty slot, so it would miss rows in the slots after an emptied one. So `_cut` also
+            # empties those slots. The rows in them that have not been moved yet are inserted into the new index now.
             where, left = _cut(self._growing, _slots_of(self._growing, hashes, positions))
             self._put_back(_positions_in(self._growing, left[where >= self._moved]))
         left = _cut(self._slots, _slots_of(self._slots, hashes, positions))[1]
         self._put_back(_positions_in(self._slots, left))
 
     def _put_back(self, positions: Positions) -> None:
-        """Insert rows that `_count` already includes."""
+        """Insert rows into the index. `_count` already includes them."""
         _insert(self._slots, self._ids[positions], positions)
 
     def _grow(self, added: int) -> None:
@@ -111,7 +111,7 @@ class Index:
             while size < needed:
                 size *= 2
             self._begin_move(size)
-        # Moving two slots for each added row would be enough to finish before the next growth. Move more to be safe.
+        # With two slots for each added row, the move would end just before the next growth. Move more to be safe.
         self._move(self._moved + max(MOVED_AT_ONCE, 8 * added))
         if 16 * self._count > 7 * len(self._slots):
             self._write_zeros(2 * len(self._slots), max(MOVED_AT_ONCE, 64 * added))
@@ -168,18 +168,21 @@ class Index:
 
 
 def _bits(slots: Slots) -> tuple[np.uint64, np.uint64]:
-    """Return two masks for a hash: of the bits that choose a slot, and of the bits that are stored in the slot."""
+    """Return two masks for a hash.
+
+    One selects the bits that choose a slot, the other the bits that are stored in the slot.
+    """
     mask = np.uint64(len(slots) - 1)
     return mask, LOW & ~mask
 
 
 def _marks(slots: Slots, hashes: Hashes, positions: Positions) -> Slots:
-    """Return the slot contents that stand for these rows."""
+    """Return the content of a slot for each of these rows."""
     return ((hashes & _bits(slots)[1]) | (positions + 1).astype(np.uint64)).astype(np.uint32)
 
 
 def _positions_in(slots: Slots, marks: Slots) -> Positions:
-    """Return the positions in slot contents. No slot may be empty."""
+    """Return the positions that these slot contents hold. No slot may be empty."""
     return (marks & np.uint32(len(slots) - 1)).astype(np.int64) - 1
 
 
@@ -215,9 +218,9 @@ def _slots_of(slots: Slots, hashes: Hashes, positions: Positions) -> Positions:
 def _cut(slots: Slots, at: Positions) -> tuple[Positions, Slots]:
     """Empty the slots `at`, and after each of them all slots up to the next empty one.
 
-    Return the slots of the second kind, and their old contents.
+    Return the slots after the slots `at`, and their old contents.
     """
-    # Empty the slots `at` first, so that the run of slots after one of them ends at the next one.
+    # Empty the slots `at` first, so that the slots to empty after one of them end at the next one.
     slots[at] = 0
     mask, runs = len(slots) - 1, [at[:0]]
     while len(at):

@@ -6,7 +6,7 @@ A random value depends on the table's key (a hash of seed and table name), the i
 
 So the first values of a row are equal, bit by bit, at any time and on any server. The integers are exact. The
 arithmetic that makes floats of them (`uniforms`, `normals`) uses only +, -, *, / and square roots, which every
-processor rounds in the same way. A logarithm of the C library could differ in the last bit.
+processor rounds in the same way. The logarithms of different C libraries could differ in the last bit.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[[Ids], Any])
 Array = NDArray[Any]
-# The number of values that are computed at a time. With 8 bytes for each value they fit into the cache.
+# Number of values that are computed at a time. With 8 bytes for each value they fit into the cache.
 MADE_AT_ONCE = 1 << 14
-# Rule -> the share of the normal distribution that values are drawn from. Two standard deviations on both sides of the
-# mean are 0.95449974 of it. The share is a little smaller, so that no rounding error leads out of this range.
+# Rule -> the middle part of the normal distribution from which values are drawn, as a probability. The range of two
+# standard deviations around the mean has the probability 0.95449974. A slightly smaller number is used, so that no
+# rounding error gives a value outside of this range.
 SHARES = {"normal": 1.0, "truncated_normal": 0.9544997}
 # Peter Acklam's rational approximation of the inverse of the normal distribution function (2003), whose relative error
 # is below 1.15e-9: numerator and denominator for the middle, then for the tails. Each denominator ends with + 1.
@@ -67,14 +68,14 @@ class Init:
     spread: float = 0.0
 
     def __repr__(self) -> str:
-        """Return the call that makes an equal rule, or the name of the function. Errors show it."""
+        """Return the call that makes an equal rule, or the name of the function. Error messages show this text."""
         if self.rule == "uniform":
             return f"mpips.uniform({self.spread!r})" if self.spread else f"mpips.constant({self.mean!r})"
         return f"mpips.{self.rule}({self.mean!r}, {self.spread!r})" if self.rule in LOOPS else self.rule
 
     @property
     def most(self) -> float:
-        """No value has a larger magnitude. (Normal values are at most 8.3 standard deviations from the mean.)"""
+        """The largest possible magnitude of a value. (Normal values differ from the mean by at most 8.3 deviations.)"""
         return abs(self.mean) + self.spread * {"uniform": 1, "truncated_normal": 2}.get(self.rule, 9)
 
 
@@ -126,19 +127,19 @@ def constant(value: float) -> Init:
 
 
 def register_init(function: F) -> F:
-    """Make a function known that gives the first values of rows by their ids. Use it as a decorator.
+    """Register a function that computes the first values of rows from their ids. Use `register_init` as a decorator.
 
-    Put it above the function, before `mpips.create`: servers and spares run the script up to that call, and so learn
-    the function by its name. Nothing but the name is sent. Then pass the function to `kv.table` as `init`.
+    Put the function before `mpips.create`: servers and spares run the script up to that call, and so also register the
+    function. Only its name is sent to them. Then pass the function to `kv.table` as `init`.
 
     The function takes int64 ids (k,), which may repeat, and returns an array (k, dim) of finite numbers. Servers call
-    it for rows that they make, and servers and workers for pulled ids that have no row. So it must accept every id that
-    the program uses, and each row must depend on its id alone, bit by bit: not on the other ids of the call, the
-    process or the time. (A matrix product does not promise that, because BLAS may add in another order for more rows.)
-    `kv.table` calls it once with the id 0 as a test.
+    it when they make rows, and servers and workers call it for pulled ids that have no row. So it must accept every id
+    that the program uses. Each row must depend on its id alone, bit by bit: not on the other ids of the call, on the
+    process or on the time. (A matrix product does not promise that, because BLAS may add in another order for more
+    rows.) `kv.table` calls it once with the id 0 as a test.
 
     Raises:
-        TypeError: `function` is no function with a name.
+        TypeError: `function` is not a function with a name.
         ValueError: Another function of the program, or a rule of mpips, has the name.
 
     Example:
@@ -153,7 +154,8 @@ def register_init(function: F) -> F:
         raise of_caller(TypeError(f"register_init({function!r}): give a function with a name, made by def"))
     other = _FUNCTIONS.get(name, function)
     same = (other.__module__, other.__qualname__) == (function.__module__, function.__qualname__)
-    # Functions that one call defines anew each time have equal names, and may give other rows.
+    # If a function is defined inside another one, each call defines it again, with the same name but perhaps other
+    # results.
     if name in LOOPS or not (other is function or (same and "<locals>" not in function.__qualname__)):
         taken = "a rule of mpips" if name in LOOPS else f"another function, {other.__module__}.{other.__qualname__}"
         raise of_caller(ValueError(f"register_init: {name!r} is {taken}: choose another name"))
@@ -221,11 +223,13 @@ class FirstValues:
         what = f"table {self._card.table!r}: the function {self._init.rule!r} of init"
         wanted, some = (len(ids), self._card.dim), f"{len(ids)} ids, the first {ids[0]}"
         try:
-            # The function gets a copy, because errors name ids.
+            # Give the function a copy, because error messages below name ids, and the function might change its
+            # argument.
             values = np.asarray(function(ids.copy()))
         except Exception as error:
             raise ValueError(f"{what} failed for {some}: {type(error).__name__}: {error}") from error
-        # The check is for the dtype in which rows are updated, because NumPy would let complex numbers become bfloat16.
+        # Check against the dtype in which rows are updated, because NumPy would allow complex numbers to become
+        # bfloat16.
         if values.shape != wanted or not np.can_cast(values.dtype, working_dtype(dtype), "same_kind"):
             raise ValueError(
                 f"{what} returned {values.dtype.name} of shape {values.shape} for {some}, which need {dtype.name} of "
@@ -269,8 +273,8 @@ def uniforms(words: NDArray[np.uint64]) -> NDArray[np.float64]:
 def normals(words: NDArray[np.uint64], share: float) -> NDArray[np.float64]:
     """Return numbers of a normal distribution with mean 0 and deviation 1, from the middle `share` of the distribution.
 
-    Half of the middle is below 0. A word chooses the value of the distribution function, and the number is the
-    approximate inverse of this value.
+    Each word chooses a value of the distribution function, and the number is the approximate inverse of this value.
+    Half of the numbers are below 0.
     """
     middle, below_middle, tail, below_tail = COEFFICIENTS
     q = (((words >> np.uint64(12)).astype(np.float64) + 0.5) / 2.0**52 - 0.5) * share

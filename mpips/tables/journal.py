@@ -1,12 +1,12 @@
 """The undo copies of a table's rows: whenever a server is killed, one whole round of its rows can be restored.
 
-A server copies rows before a round changes them. The order of writing is that of `store.recovery.undo`. Unlike there, a
-round of a table changes rows at any positions, and may make and drop rows. So the journal stores the position of each
-copied row, and the number of copied rows (the *mark*). It also stores the number of positions that were in use before
-the round. Rows at later positions are new, and undoing the round removes them.
+A server copies rows before a round changes them. The order of writing is that of `store.recovery.undo`. But unlike a
+round of a key, a round of a table changes rows at any positions, and may make and drop rows. So the journal stores the
+position of each copied row, and the number of copied rows (the *mark*). It also stores the number of positions that
+were in use before the round. Rows at later positions are new, and undoing the round removes them.
 
-The copies are in the server's sparse file. They have as many addresses as the table, but take memory only where they
-are written.
+The copies are in the server's sparse file. Their address range is as large as the table's, but they take memory only
+where they are written.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ WORDS = 24
 # ROWS: number of positions in use, from 0.
 # ROWS_BEFORE: the value of ROWS before the round.
 # TORN: 1 while a load or a recovery puts rows into the table, so that no round is whole.
-# HERE: 1 as long as the arrays of this journal have the table's current rows. Processes that read in place look at it.
-# REFUSALS: number of refused rounds. Processes that read rows in place look at it.
+# HERE: 1 as long as the arrays of this journal have the table's current rows. Processes that read rows in place check
+# it.
+# REFUSALS: number of refused rounds. Processes that read rows in place check it.
 ROWS, ROWS_BEFORE, TORN, HERE, REFUSALS = range(4, 9)
 # counts at the last round and at the round before it, in the order of `RowsRound`
 COUNTS, COUNTS_BEFORE = slice(9, 16), slice(16, 23)
@@ -48,14 +49,14 @@ class RowsRound(NamedTuple):
     updates: int
     # number of rows dropped by `evict`, `evict_after` and `limit`
     dropped: int
-    # number of gradients dropped because their id got no row
+    # number of gradients that were dropped because their id got no row
     refused: int
     # the part of `dropped` that `evict_after` has dropped, and the part that `limit` has dropped
     expired: int = 0
     excess: int = 0
     # number of rows that the program has removed
     removed: int = 0
-    # Time of the last update, in microseconds since 1970. It never goes back. 0 in a table without `evict_after`.
+    # Time of the last update, in microseconds since 1970. It never decreases. 0 in a table without `evict_after`.
     time: int = 0
 
 
@@ -66,8 +67,8 @@ class Journal(UndoWords[RowsRound]):
         arrays: The table's arrays by name.
         words: The words of the journal, at the indices ROWS, TORN and so on.
         done: Number of applied pushes of each worker, (2, workers). Row 0 is for even rounds, row 1 for odd rounds.
-        kept: For each array an array for copied rows, and "at" for their positions. Empty if the store does not survive
-            deaths, so that no copies are kept.
+        kept: For each array of the table, an array for copied rows; and under the name "at", an array for their
+            positions. Empty if the store does not survive deaths, so that no copies are kept.
     """
 
     def __init__(self, arrays: Mapping[str, Array], words: Array, done: Array, kept: Mapping[str, Array]) -> None:
@@ -75,7 +76,7 @@ class Journal(UndoWords[RowsRound]):
         self._done = done
         self._kept = kept
         self.words: Any = memoryview(words)  # type: ignore[arg-type]
-        # number of rows that have about PIECE_BYTES
+        # number of rows that take about PIECE_BYTES
         self.rows_at_once = max(1, PIECE_BYTES // sum(array[:1].nbytes for array in arrays.values()))
 
     @classmethod
@@ -112,7 +113,8 @@ class Journal(UndoWords[RowsRound]):
         for name, array in self._arrays.items():
             np.take(array, at, axis=0, out=self._kept[name][mark:stop], mode="clip")
         self._kept["at"][mark:stop] = at
-        # Set the mark only now, because it makes the copies valid. After this call the caller may change the rows.
+        # Set the mark only now, after the copies, because it makes them valid. After this call the caller may change
+        # the rows.
         self.words[MARK] = stop
 
     def write(self, at: Positions, arrays: Mapping[str, Array], rows: int) -> None:
@@ -156,7 +158,7 @@ class Journal(UndoWords[RowsRound]):
         at = self._kept["at"][:mark]
         for name, array in self._arrays.items():
             array[at] = self._kept[name][:mark]
-            # Zero the new rows, as if they had never been made.
+            # Set the new rows to zeros, as if they had never been made.
             array[before : int(words[ROWS])] = 0
         words[ROWS], words[COUNTS] = before, words[COUNTS_BEFORE]
         words[WHOLE] = 0

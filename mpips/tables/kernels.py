@@ -30,8 +30,8 @@ HALVES = ("float16", "bfloat16")
 # dtypes of rows
 ROWS = (*HALVES, *FLOATS)
 IDS = ("int64",)
-# NumPy sums rows longer than this number pairwise, in parts. Loops that sum over a row cannot reproduce this order, and
-# return 0 for such rows.
+# NumPy sums rows with more values than this pairwise, in parts. Loops that sum over a row cannot reproduce this order,
+# and return 0 for such rows.
 PAIRWISE = 128
 SUMS = {**CONSTANTS, "PAIRWISE": PAIRWISE}
 # the types of gradients, rows and streams, which are arguments of every optimizer's loop
@@ -39,7 +39,7 @@ GIVEN = "const wide[], const int64[], const uint64[]"
 
 
 def load(dtype: np.dtype, loops: Sequence[Compiled]) -> None:
-    """Load compiled loops. Blocking, up to some seconds if they have to be compiled."""
+    """Load compiled loops. Blocks for up to some seconds if they have to be compiled."""
     # A loop is for rows, for the dtype in which they are updated, or for ids.
     kinds = dtype, working_dtype(dtype), np.dtype(np.int64)
     for loop in loops:
@@ -181,8 +181,8 @@ def merge_halves(total: Array, gradients: Array, rows: Array, begun: Array, sums
     """Set rows of `total` to sums of gradients, added in order in float32 and then rounded once.
 
     Args:
-        begun: Zeros, one for each row of `total`. The loop stores there 1 if a row has one gradient so far, and 2 + i
-            if it has several, whose sum is row i of `sums`.
+        begun: Zeros, one for each row of `total`. The loop writes 1 for a row that has got one gradient so far, and 2 +
+            i for a row that has got several, whose sum is row i of `sums`.
         sums: Scratch memory for the sums of all rows that have several gradients.
     """
     count = 0

@@ -25,8 +25,8 @@ from mpips.tables.worker import WorkerTables
 def _describe(old: OldMemory) -> bytes:
     """Encode descriptions of all rows that this rank can read after a death.
 
-    They are the rows of this server itself, the rows of dead servers on this node, and the copies that this server
-    keeps as a mirror.
+    These are the rows of this server itself, the rows of dead servers on this node, and the copies that this server
+    keeps as a mirror of other servers.
     """
     copies = [] if old.service is None else old.service.describe()
     for rank in old.described:

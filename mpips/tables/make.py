@@ -26,9 +26,9 @@ from mpips.tables.messages import COUNTS, DTYPES, MakeTable, TableOptions
 from mpips.tables.table import MOST_BYTES, Table, whole, with_name
 from mpips.tables.worker import WorkerTables
 
-# the rule of first values of a table made without `init`
+# the rule for first values of a table that is made without `init`
 DEFAULT_INIT = uniform(0.05)
-# `evict`, `limit` and the number of updates of a table are below this: ages of rows are int32.
+# `evict`, `limit` and the number of updates of a table are below this number, because ages of rows are int32.
 MOST_COUNT = 1 << 31
 ROUNDINGS = ("nearest", "stochastic")
 
@@ -84,7 +84,7 @@ def _check_name(name: object) -> str:
 
 
 def _checked(store: WorkerStore, name: str, options: TableOptions, numbers: dict[str, Any]) -> TableOptions:
-    """Check the options of a table. Return them in a plain form, so that 8 and numpy.int64(8) compare equal.
+    """Check the options of a table. Return them as plain Python values, so that 8 and numpy.int64(8) compare equal.
 
     In the result `optimizer` is an object with the hyperparameters `numbers`.
     """
@@ -131,7 +131,7 @@ def _checked(store: WorkerStore, name: str, options: TableOptions, numbers: dict
         None if evict_after is None else with_name(name, lambda: eviction.span_of(evict_after)),
         rounding,
     )
-    # Try the rule, so that a function that cannot give rows raises here and not on a server.
+    # Compute one row as a test, so that a function that fails raises its error here, and not on a server.
     FirstValues(card_of(name, checked)).write(np.empty((1, dim), dtype), np.zeros(1, np.int64), np.zeros(1, np.int64))
     return checked
 
@@ -163,8 +163,8 @@ def card_of(name: str, options: TableOptions) -> MakeTable:
 def card_of_counts(card: MakeTable, admit: Seen) -> MakeTable:
     """Return the card of the hidden table that counts updates of ids without a row.
 
-    Each row of this table has one value, the count. For each update that names an id the server pushes -1 with learning
-    rate 1, so that the value grows by 1.
+    Each row of this table has one value, the count. For each update that names an id, the server applies the gradient
+    -1 with learning rate 1 to the row, so that the value grows by 1.
     """
     optimizer = row_optimizers.encode(row_optimizers.create("sgd", {"learning_rate": 1.0}))
     name = card.table_of_counts
@@ -176,7 +176,7 @@ def _difference(restored: MakeTable, asked: MakeTable, source: Restored) -> str:
     """Compare a restored table with the table that the program asks for.
 
     Raise ValueError if dim, dtype, optimizer, seed or first values differ. If other options differ, the restored ones
-    are kept, and the function returns a sentence that says so. Otherwise return "".
+    are kept, and the function returns a message about this. Otherwise it returns "".
     """
     arguments_of = {"dim": "dim", "dtype": "dtype", "optimizer": "optimizer", "key": "seed"}
     arguments_of |= {"init": "init", "mean": "init", "bound": "init"}

@@ -1,8 +1,8 @@
-"""The messages between workers and servers about tables: rows, memory for new rows, and reads for files.
+"""The messages between workers and servers about tables: rows, memory for new rows, and rows for files.
 
 Servers may *refuse* a round of a table if they lack memory for new rows. Requests that concern a round have a field
-`refusals`: the number of refused rounds of the table that the worker knows of. If servers have refused more rounds, the
-answer is RoundRefused, so that the worker learns of them.
+`refusals`: the number of the table's refused rounds that the worker knows of. If servers have refused more rounds, the
+answer is RoundRefused, so that the worker learns of the other refusals.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class MakeTable(msgspec.Struct, tag=True):
     # number of values in a row
     dim: int
     dtype: str
-    # the key and the spread of the rows' first values (see `initial`)
+    # the key and the spread for the first values of rows (see `initial`)
     key: int
     bound: float
     # name and encoded hyperparameters of the optimizer
@@ -89,8 +89,8 @@ class UpdateTable(msgspec.Struct, tag=True):
 class PushRows(msgspec.Struct, tag=True, omit_defaults=True):
     """A worker's contribution to the next round of a table: gradients of `count` different ids, then the ids.
 
-    If the table evicts by score, a score (float64) for each id follows. Answered with RoomGranted once the worker's
-    previous push has been applied. Then the worker may overwrite the arrays of the previous push.
+    If the table evicts by score, a score (float64) for each id follows. The server answers with RoomGranted once the
+    worker's previous push has been applied. Then the worker may overwrite the arrays of the previous push.
     """
 
     table: str
@@ -98,14 +98,14 @@ class PushRows(msgspec.Struct, tag=True, omit_defaults=True):
     refusals: int = 0
     # True if the rows become these values, instead of being updated with these gradients
     sets: bool = False
-    # the worker's wall clock in microseconds since 1970; 0 if the table has no use for it
+    # time on the worker's wall clock, in microseconds since 1970; 0 if the table does not use it
     time: int = 0
 
 
 class RemoveRows(msgspec.Struct, tag=True):
     """A worker's contribution to a round that removes the rows of these ids (int64, as bytes).
 
-    Answered like PushRows.
+    The server answers as to PushRows.
     """
 
     table: str
@@ -117,7 +117,7 @@ class RemoveRows(msgspec.Struct, tag=True):
 class AskForRoom(msgspec.Struct, tag=True):
     """Ask for memory for the rows of the worker's next push, which has these ids (int64, as bytes).
 
-    Answered with RoomGranted or RoundRefused, once the first `round` pushes of the worker have been applied.
+    The server answers with RoomGranted or RoundRefused, once the first `round` pushes of the worker have been applied.
     """
 
     table: str
@@ -146,7 +146,7 @@ class RefuseRound(msgspec.Struct, tag=True):
 
 
 class WaitForTable(msgspec.Struct, tag=True):
-    """Note that the worker has waited long for `round` of a table. Not answered."""
+    """Note that the worker has waited long for `round` of a table. The server does not answer."""
 
     table: str
     round: int
@@ -172,7 +172,7 @@ class PullRows(msgspec.Struct, tag=True):
 class PullTables(msgspec.Struct, tag=True):
     """Several pulls in one message. Their ids follow one another at the end of the payload, in the order of `pulls`.
 
-    Answered with TablesPulled once each of the pulls can be answered.
+    The server answers with TablesPulled, once each of the pulls can be answered.
     """
 
     pulls: list[PullRows]
@@ -181,7 +181,7 @@ class PullTables(msgspec.Struct, tag=True):
 class HasRows(msgspec.Struct, tag=True):
     """Ask which of these ids (int64, as bytes) have a row, after the first `round` pushes of the worker.
 
-    Answered with Bytes, one for each id: 1 if it has a row.
+    The server answers with Bytes, which has one byte for each id: 1 if the id has a row.
     """
 
     table: str
@@ -191,7 +191,10 @@ class HasRows(msgspec.Struct, tag=True):
 
 
 class LocateTable(msgspec.Struct, tag=True):
-    """Ask for the memory in which a worker on this node can read rows of a table. Answered with TablePlaces."""
+    """Ask for the memory in which a worker on this node can read rows of a table.
+
+    The server answers with TablePlaces.
+    """
 
     table: str
 
@@ -208,7 +211,7 @@ class TablePlaces(msgspec.Struct, tag=True):
 
 
 class FreezeTables(msgspec.Struct, tag=True):
-    """Keep a copy of tables as they are now, under the number `number`. Answered with FrozenTables.
+    """Keep a copy of tables as they are now, under the number `number`. The server answers with FrozenTables.
 
     The copy has the rows that updates after `since` have named. For an export or an increment, `export` is the number
     of updates that the file will contain. The copy then also has the ids of rows that were dropped after `since`, and
@@ -241,7 +244,7 @@ class FrozenTables(msgspec.Struct, tag=True):
 
 
 class ReadTable(msgspec.Struct, tag=True):
-    """Ask for the frozen rows at positions [start, stop) on this server. Answered with PutRows.
+    """Ask for the frozen rows at positions [start, stop) on this server. The server answers with PutRows.
 
     Positions must be read in ascending order. `arrays` names the arrays to send; if empty, all are sent.
     """
@@ -254,7 +257,7 @@ class ReadTable(msgspec.Struct, tag=True):
 
 
 class ReadDropped(msgspec.Struct, tag=True):
-    """Ask for the dropped ids of a frozen table. Answered with Bytes."""
+    """Ask for the dropped ids of a frozen table. The server answers with Bytes."""
 
     number: int
     table: str
@@ -288,7 +291,10 @@ class PutRows(msgspec.Struct, tag=True):
 
 
 class GetTableStats(msgspec.Struct, tag=True):
-    """Ask for a table's figures on this server. Answered with TableStats after the worker's first `round` pushes."""
+    """Ask for a table's figures on this server.
+
+    The server answers with TableStats after the worker's first `round` pushes.
+    """
 
     table: str
     round: int = 0
@@ -302,13 +308,13 @@ class TableStats(msgspec.Struct, tag=True):
     rows: int
     # all rows are at positions before this one
     top: int
-    # memory of the rows with optimizer state and index
+    # memory of the rows, their optimizer state and the index, in bytes
     nbytes: int
     # number of updates
     updates: int
     # number of rows dropped by `evict`, `evict_after` and `limit`
     evicted: int
-    # number of gradients dropped because their id got no row
+    # number of gradients that were dropped because their id got no row
     refused: int
     # numbers of updates that the next export or increment may pass as `since`
     exports: list[int]
@@ -320,7 +326,7 @@ class TableStats(msgspec.Struct, tag=True):
 
 
 class RoomGranted(msgspec.Struct, tag=True):
-    """The number of ids that the worker's next push may have without asking for memory."""
+    """The number of ids that the worker's next push may contain without asking for memory first."""
 
     ids: int
 
@@ -329,7 +335,7 @@ class RoundRefused(msgspec.Struct, tag=True):
     """The answer that a round of a table does not count, and the reason `why`.
 
     `refusals` is the number of this refusal, counted from 1. `step` lists all rounds of tables that are dropped
-    together. It is empty if the server itself refuses in its answer to AskForRoom.
+    together. It is empty if the server itself refuses, in its answer to AskForRoom.
     """
 
     round: int

@@ -1,11 +1,12 @@
 """Keep a second copy of each server's table rows on its *mirror*, which is another server on another host.
 
 When a generation begins, and when a table is made or loaded, the server sends all rows to its mirror. After each round
-it sends only the rows that the round has changed. The journal has the positions of these rows (see `journal`). The copy
-has its rows at equal positions, and a journal of its own. So if a round arrives only in part, the mirror can undo it.
+it sends only the rows that the round has changed. The journal has the positions of these rows (see `journal`). In the
+copy, rows are at the same positions, and the copy has a journal of its own. So if a round arrives only in part, the
+mirror can undo it.
 
-A server answers no worker about a round before the mirror has the round. Requests for the table wait until then (see
-`server.requests`).
+A server sends no answer about a round to a worker before the mirror has the round. Requests for the table wait until
+then (see `server.requests`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from mpips.tables.rows import arrays_of
 
 # tag of all messages of this module, on the servers' communicator
 TAG = 4
-# A server stops sending while the mirror has not acknowledged this many bytes.
+# A server sends no more while the mirror has not acknowledged this many bytes.
 UNDER_WAY_BYTES = 32 << 20
 # The mirror checks its free memory for this many bytes of rows at a time.
 SEEN_BYTES = 1 << 26
@@ -71,7 +72,7 @@ class RowsChanged(msgspec.Struct, array_like=True, tag=1):
         rows: Number of positions in use.
         at: The positions (int64, as bytes).
         arrays: Name of an array -> its values at these positions, as bytes.
-        end: In the last message of a round the state of the journal. None in all other messages.
+        end: In the last message of a round, the state of the journal; None in all other messages.
     """
 
     table: str
@@ -82,7 +83,7 @@ class RowsChanged(msgspec.Struct, array_like=True, tag=1):
 
 
 class RowsKept(msgspec.Struct, array_like=True, tag=2):
-    """Message of the mirror: it has applied `count` more messages."""
+    """Message from the mirror: the mirror has applied `count` more messages."""
 
     count: int
 
@@ -186,7 +187,7 @@ class MirroredTables:
     def __init__(self, file: SparseFile) -> None:
         self._file = file
         self._copies: dict[Place, MirroredTable] = {}
-        # new copies that do not have all rows yet; until then the older copy stays in `_copies`
+        # new copies that do not have all rows yet; until they have, the older copies stay in `_copies`
         self._coming: dict[Place, MirroredTable] = {}
 
     def connect(self, comm: MPI.Intracomm, mirror: int | None, generation: int) -> RowMirror:
@@ -267,7 +268,7 @@ class RowMirror:
         # the last message of a round.
         self._under_way: deque[tuple[int, MPI.Request, str]] = deque()
         self._nbytes = 0
-        # True while a message is being applied, and permanently if that has failed
+        # True while a message is being applied. If that fails, it stays True.
         self._broken = False
         # table -> number of its rounds that the mirror has not acknowledged
         self._open: Counter[str] = Counter()
@@ -287,10 +288,10 @@ class RowMirror:
         self._queue(card.table, chain(begins, _changes(card.table, journal, int(journal.words[ROWS]))))
 
     def round_over(self, table: str, journal: Journal) -> None:
-        """Queue the rows that the last round of a table has changed, for the mirror. `turn` sends them."""
+        """Queue, for the mirror, the rows that the last round of a table has changed. `turn` sends them."""
         if self._to is not None:
             at = journal.changed()
-            # Make a list, so that the rows are copied now, before the next round changes them.
+            # Make a list, because this copies the rows now, before the next round changes them.
             self._queue(table, iter(list(_changes(table, journal, len(at), at))))
 
     def turn(self) -> bool:
@@ -338,7 +339,7 @@ class RowMirror:
     def _receive(self) -> bool:
         """Handle messages that have arrived. Return True if any had arrived.
 
-        After an error no further message is handled, because the copy would lack the failed one.
+        After an error no further message is handled, because the copy lacks the content of the message that failed.
         """
         taken: Counter[int] = Counter()
         worked = False

@@ -1,8 +1,8 @@
 """Move table rows to the servers that `plan` chooses, piece by piece, after a death.
 
 If a server can map the memory that has the rows, it reads them itself. Otherwise it receives messages from a rank that
-can map this memory (see `RowSource`). Pieces are short even for a large table, and only a limited number is in flight
-at a time. Each piece has a number and a checksum. A piece that is damaged or out of order is an error.
+can map this memory (see `RowSource`). Pieces are short, even for a large table, and only a limited number of bytes is
+in flight at a time. Each piece has a number and a checksum. A piece that is damaged or out of order is an error.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RowsSent(msgspec.Struct, array_like=True):
 
 
 class NewRows(Protocol):
-    """The new tables of a server, which receive the rows."""
+    """The new tables of a server, into which the rows are written."""
 
     def put_rows(self, table: str, arrays: Mapping[str, bytes]) -> None:
         """Set rows of a table. `arrays` has the values of these rows for each array of the table, by name."""
@@ -73,7 +73,7 @@ def check_of(arrays: Mapping[str, bytes]) -> int:
 
 
 class RowMover:
-    """The moves of one rank in one recovery: it sends rows, receives rows, and reads rows into its own new tables.
+    """Moves rows for one rank in one recovery: sends rows, receives rows, and reads rows into its own new tables.
 
     Args:
         plans: The plan of each table.

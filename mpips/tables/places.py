@@ -4,9 +4,10 @@ Rows never move. When a row is dropped, a new row gets its position. Which rows 
 times and the scores of each update:
 
 - with `evict`, rows that no update has named for `evict` updates;
-- with `evict_after`, rows whose last update is at least as long ago as that;
-- with `limit`, if there are more rows than that, the rows whose last update is the oldest. Among rows with equal last
-  updates those with smaller ids are dropped first. With `evict_by`, the rows with the smallest scores (see `eviction`).
+- with `evict_after`, rows whose last update is at least `evict_after` ago;
+- with `limit`, if there are more rows than `limit`, the rows whose last update is the oldest. Among rows with equal
+  last updates those with smaller ids are dropped first. With `evict_by`, the rows with the smallest scores (see
+  `eviction`).
 
 To find old rows without a scan, `Order` keeps a list of the positions that each update has named, oldest update
 first. If a later update names a row again, the row is also in a later list, and its earlier entry is invalid. So the
@@ -28,22 +29,23 @@ from mpips.tables.index import Hashes, Index, Positions
 
 Touched = NDArray[np.int32]
 NONE: Positions = np.zeros(0, np.int64)
-# the value of `touched` at a position without a row; updates are numbered from 1
+# the value of `touched` at a position without a row; no update has this number, because updates are numbered from 1
 FREE = 0
-# While the lists have too many invalid entries, each update checks at least this many entries.
+# While the lists of `Order` (see above) have too many invalid entries, each update checks at least this many entries.
 CLEARED_AT_ONCE = 1 << 12
-# rows that `restore` inserts into the index at a time
+# number of rows that `restore` inserts into the index at a time, which limits the memory that it needs
 RESTORED_AT_ONCE = 1 << 20
-# the most bytes that the index uses for one row, while it grows
+# largest number of bytes that the index uses for one row; it uses this many only while it grows
 INDEX_BYTES = 24
-# Free memory is checked for this many bytes of rows at a time, and this many bytes are left to other processes.
+# The machine's free memory is checked each time the rows have grown by this many bytes. As many bytes are left to other
+# processes.
 SEEN_BYTES = 1 << 26
 
 
 def room() -> int:
     """Return the number of bytes that new rows may take before servers refuse more rows.
 
-    A table that has already passed a check may take up to `SEEN_BYTES` more than this.
+    A table that has passed its last check of free memory may take up to `SEEN_BYTES` more than this.
     """
     return max(0, free_memory() - 2 * SEEN_BYTES)
 
@@ -56,8 +58,9 @@ class Places:
         touched: The last update that has named the row at each position. `FREE` at a position without a row.
         row_bytes: Memory of a row without the index.
         file: The file in which the index allocates slots.
-        words: Words that show processes which read rows in place where the index is.
-        evict, limit, after: The rules for dropping rows. 0 means that a rule drops no rows. `after` is `evict_after`.
+        words: Words that hold the offset of the index, for processes that read rows in place.
+        evict, limit, after: The limits of the rules for dropping rows. 0 means that a rule drops no rows. `after` is
+            `evict_after`.
         times: The time of the last update of the row at each position. None unless `after`.
         scores: The score of the row at each position. None if `limit` drops the oldest rows.
     """
@@ -108,7 +111,7 @@ class Places:
         return self._index.find(ids)
 
     def top_with(self, count: int) -> int:
-        """Return what `top` will be after `count` more rows. Positions of dropped rows are used first."""
+        """Return the value that `top` will have after `count` more rows. Positions of dropped rows are used first."""
         return self.top + max(0, count - self._free_count)
 
     def has_room(self, count: int) -> bool:
@@ -155,7 +158,7 @@ class Places:
     def touch(self, positions: Positions, update: int) -> None:
         """Note that the update with number `update` names these rows, so that they count as recently used.
 
-        Numbers must ascend from call to call.
+        The numbers must increase from call to call.
         """
         self._touched[positions] = update
         if self._order is not None:
@@ -167,8 +170,8 @@ class Places:
         """Select the rows that the rule `evict` drops at the end of an update. Return their positions.
 
         This is the first of two steps. It takes these rows out of the list of rows by age (`Order`), so they will not
-        be selected again. The second step is `remove`, which the caller must call next with the positions. It frees the
-        positions. The same holds for `expired` and `excess`.
+        be selected again. The second step is `remove`, which the caller must call next with the positions. `remove`
+        frees the positions. The same two steps apply to `expired` and `excess`.
 
         Args:
             update: The number of the update that ends. Its rows must have been passed to `touch` before.
@@ -187,7 +190,7 @@ class Places:
         return np.concatenate([NONE, *self._order.before(now - self._after, self._times)])
 
     def excess(self) -> Positions:
-        """Select the rows that the rule `limit` drops, if there are more rows than that. Return their positions.
+        """Select the rows that the rule `limit` drops, if there are more rows than `limit`. Return their positions.
 
         The caller must pass the positions to `remove` next (see `unused`).
         """
@@ -245,7 +248,7 @@ class Order:
         self._sorted = FREE
         # number of positions in all lists
         self._entries = 0
-        # updates whose lists may still have invalid entries; the next one to clear is the last
+        # updates whose lists may still have invalid entries; the last of them is cleared next
         self._uncleared: list[int] = []
 
     @property
@@ -282,8 +285,8 @@ class Order:
         found = []
         while self._named:
             counting = self._counting(first := next(iter(self._named)))
-            # All rows of one update have one time, except in a table that has rows of several servers of an
-            # asynchronous store, which number their updates differently. There no row is dropped too early.
+            # All rows of one update have the same time, with one exception: a table may have rows from several servers
+            # of an asynchronous store, which number their updates differently. Even then no row is dropped too early.
             if len(counting) and times[counting].max() > time:
                 break
             found.append(counting.astype(np.int64))
@@ -318,7 +321,7 @@ class Order:
         self._entries, self._uncleared, self._sorted = len(positions), [], FREE
 
     def _counting(self, update: int) -> NDArray[np.uint32]:
-        """Return the positions of rows that this update has named and no later update has."""
+        """Return the positions of rows that this update has named, and that no later update has named."""
         named = self._named[update]
         return named[self._touched[named] == update]
 

@@ -1,15 +1,15 @@
 """Plan where the rows of tables come from after a death: which memory has them, at which rounds, and who reads them.
 
-A table is whole if some memory has the rows of every server. Servers differ by at most one round, and each can go back
-by one round. So all of them can restore a common round.
+A table is whole if some memory has the rows of every server. The rounds of the servers differ by at most one, and each
+server can go back by one round. So all servers can restore a common round.
 
 If the number of servers stays the same, each server keeps its rows, and a new server takes the rows of the dead one
 from memory that outlives the dead process (see `journal`). Otherwise each server takes the rows that now belong to it
 from the memory of all former servers (see `mover`).
 
-The rows of a server are in its own memory and perhaps in that of its *mirror*, another server that keeps a copy. Each
-*memory* has a number. The number of a server's own memory is the server's rank in the last generation. The number of
-the copies that a rank keeps as a mirror is `recovery.plan.copies_of(rank)`.
+The rows of a server are in its own memory, and perhaps also in the memory of its *mirror*, another server that keeps a
+copy. Each *memory* has a number. The number of a server's own memory is the server's rank in the last generation. The
+number of the copies that a rank keeps as a mirror is `recovery.plan.copies_of(rank)`.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def attached(file: SparseFile, entry: TableEntry) -> Journal:
 
 
 def in_common(owners: Owners, counts: Owners) -> dict[int, RowsCopy]:
-    """Restrict the copies of a table to rounds that its table of counts can also restore.
+    """Return the copies of a table, limited to rounds that its table of counts can also restore.
 
     A result is torn if the copy of the table or that of the counts is torn.
     """
@@ -173,10 +173,10 @@ def names_of_counts(cards: Iterable[MakeTable]) -> set[str]:
 
 
 class FoundTables:
-    """The tables that all former workers know, and the memories in which all ranks have found their rows.
+    """The tables that all former workers know, and the memories in which some rank has found their rows.
 
-    Implements `FoundService`. A table is lost if the rows of at least one server are in no memory. `lost` does not name
-    tables of counts, because users do not know them.
+    Implements `FoundService`. A table is lost if for at least one server no memory has its rows. `lost` does not name
+    tables of counts, because users do not know of them.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ def owners_of_tables(cards: Sequence[MakeTable], copies: Iterable[RowsCopy]) -> 
     for copy in copies:
         if (owners := tables.get(copy.table)) is not None:
             known = owners.get(copy.owner, copy)
-            # Prefer the server's own memory to that of a mirror, and after that a newer round to an older one.
+            # Prefer the server's own memory to that of a mirror. Among equals, prefer a newer round.
             owners[copy.owner] = max(known, copy, key=lambda each: (each.memory == each.owner, each.rounds[0]))
     for card in cards:
         if counts := card.table_of_counts:
@@ -261,7 +261,7 @@ def sources_of(
     mapped: Collection[int],
     holders: Mapping[int, int],
 ) -> list[RowSource] | None:
-    """Return the memories from which the server `rank` takes its rows of a table. None if it keeps its own rows.
+    """Return the memories from which the server `rank` takes its rows of a table. Return None if it keeps its own rows.
 
     Args:
         owners: The copy of the table to use for each former server.

@@ -1,19 +1,20 @@
 """One table on one server: collect pushes into rounds, apply the rounds, and answer requests. No MPI.
 
-In a synchronous store every worker contributes to every round on every server, if necessary with no ids. As soon as the
-last worker has pushed, the server applies the round: it sums the gradients of a row in the order of the workers.
+In a synchronous store every worker contributes to every round on every server, even if its push has no ids for that
+server. As soon as the last worker has pushed, the server applies the round: it sums the gradients of a row in the order
+of the workers.
 
-A call of `set` or `remove` is a push, too: a round in which all workers call `set` sets rows instead of updating them.
+A call of `set` or `remove` also counts as a push. A round in which all workers call `set` sets rows instead of updating
+them.
 
 In an asynchronous store every push is an update of its own. If a worker is more than `staleness` pushes ahead of the
 slowest one, its pushes and pulls wait. Workers that wait for all others in a barrier do not count as slow.
 
-A push is answered once no earlier push of that worker is waiting. So a server has at most two waiting pushes of a
-worker.
+A push is answered once no earlier push of that worker is waiting. So at most two pushes of a worker wait on a server.
 
 New rows need memory, and no server may apply a round that another server cannot apply:
 
-1. With its answer to a push a server grants *room*: the number of ids that the worker may push next without asking for
+1. In its answer to a push, a server grants *room*: the number of ids that the worker may push next without asking for
    memory. If memory is short, the server grants no room.
 2. If the next push has more ids for a server than its room, the worker first asks all servers (`AskForRoom`). A server
    answers once all earlier pushes of that worker are applied.
@@ -51,7 +52,7 @@ NO_ROWS: Array = np.zeros((0, 0), np.float32)
 class TablePush(NamedTuple):
     """A push that is not applied yet."""
 
-    # the request to answer once this push is the worker's oldest waiting push
+    # the request that is answered once this push is the worker's oldest waiting push
     asker: Asker
     ids: Ids
     gradients: Array
@@ -61,7 +62,7 @@ class TablePush(NamedTuple):
     call: str = "push"
     # a score for each id, if the table evicts by score
     scores: Array | None = None
-    # the worker's wall clock
+    # time on the worker's wall clock
     time: int = 0
 
 
@@ -82,9 +83,9 @@ class TableRead(NamedTuple):
 class PushRoom(NamedTuple):
     """Room that a server has granted to a worker for its next push."""
 
-    # the most ids that the push may have
+    # maximum number of ids in the push
     ids: int
-    # the most new rows that the push makes
+    # maximum number of new rows that the push makes
     rows: int
 
 
@@ -99,15 +100,15 @@ class ServerTable:
     Args:
         card: The description of the table.
         workers: Number of workers.
-        staleness: The most pushes that a worker may be ahead in an asynchronous store, or -1 without a limit. None in a
-            synchronous store.
+        staleness: In an asynchronous store, the largest number of pushes by which a worker may be ahead, or -1 without
+            a limit. None in a synchronous store.
         limit: This server's share of the table's limit on rows.
         seen_counts: The table that counts updates of ids without a row, or None if `admit` needs no counts.
         file: The file in which rows are stored.
         survives: True to keep the previous round for a recovery.
         rank: The rank of this server.
         mirror: Sends rounds to this server's mirror. None without a mirror.
-        checks_finite: True to raise an error if an update makes a row of 16 bits infinite.
+        checks_finite: True to raise an error if an update makes a row of float16 or bfloat16 infinite.
     """
 
     noun, number = "table", 0
@@ -134,17 +135,17 @@ class ServerTable:
         self.seen_counts = seen_counts
         self._file = file
         self._survives = survives
-        # number of gradients dropped because their id got no row
+        # number of gradients that were dropped because their id got no row
         self.refused = 0
         # time of the last update (see `RowsRound`)
         self.time = 0
-        # for each worker the number of its applied pushes
+        # for each worker, the number of its applied pushes
         self._done = [0] * workers
         # `_done` at the last barrier of all workers
         self._met = [0] * workers
         self.rows = self._new_rows()
         self.updates = 0
-        # The journal of this generation. `rows.journal` may already be that of the next generation.
+        # The journal of this generation. `rows.journal` may already be the journal of the next generation.
         self.journal = self.rows.journal
         # The old rows during a load. If this server dies now, other processes may still read them.
         self._before_load: TableRows | None = None
@@ -158,13 +159,13 @@ class ServerTable:
         # in an asynchronous store the workers of waiting pushes, in the order of arrival
         self._arrivals: deque[int] = deque()
         self._reads: list[TableRead] = []
-        # for each worker the room that this server has granted for its next push
+        # for each worker, the room that this server has granted for its next push
         self._rooms = [NO_ROOM] * workers
         # number of ids in the largest push so far
         self._largest = 0
         # the last refusal
         self._refusal = messages.RoundRefused(0, 0, "")
-        # workers that do not know of the last refusal yet
+        # workers that have not been told of the last refusal yet
         self._to_hear: set[int] = set()
 
     @property
@@ -253,7 +254,7 @@ class ServerTable:
         self.journal = self.rows.journal
 
     def all_met(self) -> None:
-        """Measure from now on how far workers are ahead, because all workers have passed a barrier."""
+        """Count from 0 again how far each worker is ahead, because all workers have passed a barrier."""
         self._met = list(self._done)
 
     def _new_rows(self) -> TableRows:
@@ -289,7 +290,7 @@ class ServerTable:
         payload: Payload,
         gone: set[int],
     ) -> Answers:
-        """Accept a push. Return the answers that are due now. `gone` are workers that push nothing any more."""
+        """Accept a push. Return the answers that are due now. `gone` are the workers that make no more pushes."""
         if request.refusals < self.refusals:
             return [(asker, self._refusal)]
         queue = self.queues[worker]
@@ -395,7 +396,7 @@ class ServerTable:
             case messages.PullRows() | messages.HasRows():
                 waits = self._too_far(read.worker, round_, gone)
             # Grant room only when all workers know of the last refusal. Otherwise a second refusal could follow at
-            # once, and workers would know of different numbers of refusals.
+            # once, and some workers would know of one refusal, others of two.
             case messages.AskForRoom():
                 waits = not self._to_hear <= set(gone)
             case _:
@@ -403,7 +404,10 @@ class ServerTable:
         return self._done[read.worker] >= round_ and not waits
 
     def _next(self, gone: set[int]) -> Sequence[int]:
-        """Return the workers whose oldest pushes can be applied together now. Empty if pushes have to wait."""
+        """Return the workers whose oldest pushes can be applied together now.
+
+        Return an empty list if pushes have to wait.
+        """
         if self._staleness is None:
             return range(len(self.queues)) if all(self.queues) else ()
         for worker in self._arrivals:
@@ -426,10 +430,10 @@ class ServerTable:
         begun = self._begin_record(self._done[workers[0]] + 1, pushes) if recorder.is_traced else None
         self.opened, self.warned = None, False
         self.updates += 1
-        # The clock of the first worker counts for all servers. If that clock is set back, the time stands still.
+        # Use the clock of the first worker on all servers. If that clock is set back, keep the last time.
         self.time = max(self.time, pushes[0].time)
-        # The table of counts and this table complete the round one after the other. If this server dies in between, a
-        # recovery chooses a round that both tables have.
+        # First the table of counts completes the round, then this table. If this server dies in between, a recovery
+        # chooses a round that both tables have.
         tables = [self] if self.seen_counts is None else [self.seen_counts, self]
         for table in tables:
             table.updates, table.time = self.updates, self.time
@@ -474,7 +478,10 @@ class ServerTable:
         self.rows.change_rows(ids, gradients, scores)
 
     def _set_or_remove(self, pushes: Sequence[TablePush]) -> None:
-        """Set or remove rows by order of the program. `admit` has no say, so its counts of these ids are dropped."""
+        """Set or remove rows, as the program has requested.
+
+        The rule `admit` is not applied, so its counts of these ids are dropped.
+        """
         ids, last = last_places(np.concatenate([push.ids for push in pushes]))
         if pushes[0].call == "set":
             values = np.concatenate([push.gradients for push in pushes])

@@ -5,8 +5,8 @@ the learning rate count updates of the table. Adam's bias corrections count upda
 even for a row that is rarely updated.
 
 `weight_decay` is decoupled, as in AdamW (Loshchilov, Hutter 2019): an update first multiplies the row by
-1 - learning_rate * weight_decay. Rows that an update does not name do not decay. `clipnorm` scales a gradient whose
-Euclidean norm over the row is larger down to this norm, before the update; 0 does not clip.
+1 - learning_rate * weight_decay. Rows that an update does not name do not decay. Before the update, a gradient whose
+Euclidean norm over the row is larger than `clipnorm` is scaled down to this norm. 0 means no clipping.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class RowOptimizer:
 
     # True if the optimizer needs the number of updates of each row
     counts_updates: ClassVar[bool] = False
-    # hyperparameters that cannot change while the state stays
+    # hyperparameters that cannot be changed while the optimizer keeps its state
     fixed: ClassVar[Sequence[str]] = ()
     # the compiled loop that `update_at` calls
     kernel: ClassVar[kernels.Compiled]
-    # the largest norm of a row's gradient, which `clipped` enforces before an update; 0: any
+    # the largest norm of a row's gradient; `clipped` scales larger gradients down before an update; 0: no limit
     clipnorm: float
 
     def widths(self, dim: int) -> Sequence[int]:
@@ -58,7 +58,7 @@ class RowOptimizer:
         """Update rows (k, dim) and their state (k, width) in place.
 
         Args:
-            updates: int32 (k,). For each row the number of its updates, including this one. None unless
+            updates: int32 (k,). For each row, the number of its updates, including this one. None unless
                 `counts_updates`.
             step: The number of this update of the table, counted from 1.
         """
@@ -74,7 +74,9 @@ class RowOptimizer:
         step: int,
         streams: NDArray[np.uint64],
     ) -> bool:
-        """Update the rows at positions `places` of a table's arrays with the compiled loop. Gives the bits of `update`.
+        """Update the rows at positions `places` of a table's arrays with the compiled loop.
+
+        The resulting bits are those of `update`.
 
         Return False, with nothing changed, if the compiled loop is not available.
 
@@ -139,8 +141,8 @@ class Adagrad(RowOptimizer):
         state[0][...] += self._squares(gradients)
         number = rows.dtype.type
         below = np.sqrt(state[0]) + number(self.epsilon)
-        # If epsilon is 0 and only zeros were ever pushed, `below` is 0. Divide by 1 instead, which leaves the row as it
-        # is.
+        # If epsilon is 0 and all gradients so far are zeros, `below` is 0. Divide by 1 instead, which leaves the row
+        # unchanged.
         rows *= number(_kept(self, step))
         rows -= gradients * number(at(self.learning_rate, step)) / np.where(below == 0, number(1), below)
 
@@ -240,7 +242,7 @@ class FTRL(RowOptimizer):
     w = 0 if |z| <= l1, otherwise -(z - sign(z) * l1) / ((beta + sqrt(n)) / learning_rate + l2).
 
     `learning_rate` is the paper's alpha. z is a sum of terms that were divided by the learning rate, so the rate cannot
-    change while z stays, and cannot be a schedule. Weight decay is `l2`.
+    change while z is kept, and it cannot be a schedule. `l2` takes the place of weight decay.
     """
 
     fixed = ("learning_rate",)
@@ -295,7 +297,7 @@ def clipped(gradients: Array, clipnorm: float) -> Array:
 
 
 def _kept(optimizer: RowSGD | Adagrad | ElementwiseAdam, step: int) -> float:
-    """Return the factor by which the weight decay of one update multiplies a row."""
+    """Return the factor by which one update multiplies a row for weight decay."""
     return 1 - at(optimizer.learning_rate, step) * optimizer.weight_decay
 
 

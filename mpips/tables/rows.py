@@ -39,9 +39,9 @@ from mpips.tables.places import FREE, Places
 Array = NDArray[Any]
 # Rows are updated in blocks of this many bytes, state included.
 BLOCK_BYTES = 1 << 18
-# The ids of this many dropped rows may be kept, even if the table has fewer rows.
+# The ids of up to this many dropped rows are kept, even if the table has fewer rows.
 FEW = 1 << 16
-# The server remembers at most this many exports and increments. A later file may continue any of these.
+# The server remembers at most this many exports and increments. A later file may continue any of them.
 LAST = 1000
 
 
@@ -65,7 +65,7 @@ class TableRows:
 
     Args:
         card: The description of the table.
-        limit: The most rows that this server keeps, which is its share of the table's limit. 0 means no limit.
+        limit: Maximum number of rows that this server keeps, which is its share of the table's limit. 0 means no limit.
         file: The file in which rows are stored. None makes a new file.
         survives: True to keep copies of the rows that a round changes, so that the previous round can be restored
             after a death (see `journal`).
@@ -90,7 +90,8 @@ class TableRows:
         # name of an array, or "words", "done" or "index" -> offset in the file
         self.places: dict[str, int] = {}
         arrays = arrays_of(card)
-        # Bytes of a row with its id and state. The index needs 8 to 16 more bytes for a row (24 while it grows).
+        # Bytes of a row, including its id and state. The index needs 8 to 16 more bytes for each row (24 while it
+        # grows).
         self.row_bytes = sum(kind.itemsize * math.prod(shape) for kind, shape in arrays.values())
         self._capacity = min(MOST_ROWS, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // self.row_bytes)
         self._arrays = {
@@ -110,7 +111,8 @@ class TableRows:
         ids, touched = self._arrays["ids"], self._arrays["touched"]
         rules = card.evict, limit, card.evict_after, self._times, self._scores
         self.positions = Places(ids, touched, self.row_bytes, self._file, words, *rules)
-        # number of rows dropped by `evict`, `evict_after` and `limit`, and the parts of the last two
+        # number of rows dropped by `evict`, `evict_after` and `limit` together; the part of `evict_after`; the part of
+        # `limit`
         self.evicted = self.expired_rows = self.excess_rows = 0
         # number of rows that the program has removed
         self.removed = 0
@@ -202,7 +204,10 @@ class TableRows:
             )
 
     def set_rows(self, ids: Ids, values: Array, scores: Array | None = None) -> None:
-        """Set the rows of distinct ids to values (k, dim). Rows that do not exist are made. State stays as it is."""
+        """Set the rows of distinct ids to values (k, dim).
+
+        Rows that do not exist are made. The optimizer's state is kept.
+        """
         at = self._positions(ids)
         self._keep_old(at)
         self._values[at] = values
@@ -250,14 +255,15 @@ class TableRows:
         if not len(at):
             return 0
         dropped = self._arrays["ids"][at]
-        # Copy only rows that the current update has not changed. The others were copied before the change.
+        # Copy only rows that the current update has not changed. Rows that it has changed were copied before the
+        # change.
         self._keep_old(at[self._arrays["touched"][at] != self._step])
         self.positions.remove(at)
         self.drops.note(dropped, self._step, self.count)
         return len(at)
 
     def freeze(self, since: int = FREE, export: int = -1) -> FrozenRows:
-        """Keep the rows that an update after `since` has named as they are now.
+        """Freeze the rows that updates after `since` have named, as they are now.
 
         Until `thaw`, rows are copied before they change.
 
@@ -284,7 +290,10 @@ class TableRows:
             frozen.keep_old(at)
 
     def go_to(self, journal: Journal, round_: int) -> None:
-        """Set the rows back to `round_` if they are at a later round. `journal` is that of the last generation."""
+        """Restore the rows of `round_` if they are at a later round.
+
+        `journal` is the journal of the last generation.
+        """
         self.journal = journal
         changed = self.journal.undo()
         if self.journal.available_rounds()[0].round > round_:
@@ -335,7 +344,7 @@ class TableRows:
             row_bytes = array[:1].nbytes
             arena.use_huge_pages(array, before * row_bytes, after * row_bytes)
         positions, again = self.positions.add(ids)
-        # A position that had another row before still has that row's state.
+        # A position that had another row before still has the state of that row. So reset it.
         for kept in (*self._state, self._counts, self._scores):
             if kept is not None:
                 kept[again] = 0
@@ -401,7 +410,7 @@ class FrozenRows:
 class Drops:
     """Ids of dropped rows, for the next exports and increments.
 
-    The number of ids that are kept is limited by the number of rows of the table, or by FEW if this is larger. When
+    The number of ids that are kept is limited by the number of rows of the table, or by FEW if FEW is larger. When
     older ids are forgotten, files that were written before these drops can no longer be continued.
     """
 

@@ -1,8 +1,8 @@
-"""All tables on one server: requests of workers in, answers out. No MPI.
+"""All tables on one server: handles requests of workers, and returns the answers. No MPI calls.
 
-Every worker contributes to every round on every server, if necessary with no ids. The module `rounds` handles the
-rounds, the pushes and the memory of a single table. A *mirror* is another server that keeps a copy of this server's
-rows.
+Every worker contributes to every round on every server, even if its push has no ids for that server. The module
+`rounds` handles the rounds, the pushes and the memory of a single table. A *mirror* is another server that keeps a copy
+of this server's rows.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PullTogether(NamedTuple):
     """A PullTables that is not answered yet."""
 
     asker: Asker
-    # the answer to each pull; None while there is no answer
+    # the answer to each pull; None until it is known
     answers: list[messages.TableAnswer | None]
 
 
@@ -45,16 +45,16 @@ class ServerTables:
 
     Args:
         workers: Number of workers.
-        staleness: The most pushes that a worker may be ahead in an asynchronous store, or -1 without a limit. None in a
-            synchronous store.
+        staleness: In an asynchronous store, the largest number of pushes by which a worker may be ahead, or -1 without
+            a limit. None in a synchronous store.
         server: Number of this server, from 0.
         servers: Number of servers. A table's `limit` is divided among them.
         file: The file in which rows are stored. None makes a new file.
         survives: True if the store survives deaths. Other processes can then read the rows, also at the previous round,
             after this server has died.
         mirror: Sends rows to this server's mirror. None without a mirror.
-        late: Watches long waits.
-        checks_finite: True to raise an error if an update makes a row of 16 bits infinite.
+        late: Checks for waits that have become too long.
+        checks_finite: True to raise an error if an update makes a row of float16 or bfloat16 infinite.
     """
 
     name = "tables"
@@ -87,13 +87,13 @@ class ServerTables:
         self._tables: Known[str, ServerTable] = Known("table")
         # workers that have left the store
         self._gone: set[int] = set()
-        # in an asynchronous store the workers that wait for all others
+        # in an asynchronous store, the workers that wait for all other workers
         self._meeting: set[int] = set()
         # number of a freeze -> table -> its rows, and their frozen copy
         self._frozen: Known[int, Known[str, tuple[TableRows, FrozenRows]]] = Known("frozen state")
         # the number of the store in timing records
         self.lane = 0
-        # True if tables are new or have moved in memory, and other processes do not know of it yet
+        # True if tables are new or have moved in memory, and other processes have not been told yet
         self._changed = False
         # worker -> bytes pushed since `take_counts`
         self._taken: dict[int, int] = {}
@@ -138,7 +138,7 @@ class ServerTables:
     def open(self) -> list[ServerTable]:
         """The tables with waiting pushes or reads.
 
-        Always empty in an asynchronous store, because no worker waits for a push by another worker there.
+        Always empty in an asynchronous store, because in such a store no worker waits for a push by another worker.
         """
         return [table for table in self._tables.values() if table.queued] if self._staleness is None else []
 
@@ -183,7 +183,7 @@ class ServerTables:
         return []
 
     def _gather(self, answers: Answers) -> Answers:
-        """Combine the answers to the pulls of a PullTables into one, once all of them are there."""
+        """Combine the answers to the pulls of a PullTables into one answer, once all of them are known."""
         ready: list[tuple[Asker, msgspec.Struct]] = []
         for asker, answer in answers:
             if isinstance(asker[0], PullTogether):
@@ -375,7 +375,7 @@ class ServerTables:
         return self._go_on()
 
     def meets(self, worker: int) -> Answers:
-        """Note that a worker of an asynchronous store waits for all others. Return the answers that are now due.
+        """Note that a worker of an asynchronous store waits for all other workers. Return the answers that are now due.
 
         The waiting worker pushes nothing, so workers that are ahead of it need not wait for it.
         """
@@ -383,7 +383,7 @@ class ServerTables:
         return self._go_on()
 
     def all_met(self) -> None:
-        """Measure from now on how far workers are ahead, because all workers have passed a barrier."""
+        """Count from 0 again how far each worker is ahead, because all workers have passed a barrier."""
         self._meeting.clear()
         for table in self._tables.values():
             table.all_met()

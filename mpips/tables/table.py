@@ -32,7 +32,7 @@ from mpips.tables.client import KnownTable, RemoteTables, RowsPush
 from mpips.tables.eviction import SCORE
 
 T = TypeVar("T")
-# The most bytes of rows in one call. The limit is needed because all rows for a server travel in one message.
+# Maximum size of the rows in one call, in bytes. It is limited because all rows for a server travel in one message.
 MOST_BYTES = 1 << 30
 
 
@@ -71,14 +71,15 @@ class Table(NotCopyable):
         Args:
             ids: int64, any shape. In a synchronous store a worker without ids must push an empty array.
             gradients: Array of the table's dtype, of shape ids.shape + (dim,).
-            scores: float64, of the shape of the ids. A table with `evict_by="score"` needs them, no other table takes
-                them. If an id occurs several times, its last score counts, in the order of the workers.
+            scores: float64, of the shape of the ids. They are required for a table with `evict_by="score"`, and an
+                error for any other table. If an id occurs several times, its last score is used. Scores of later
+                workers come last.
 
         Raises:
             ValueError, TypeError: An argument is bad. Nothing has been sent.
             MemoryError: A server has no memory for new rows. In a synchronous store no server applies the round, the
-                rows are unchanged, and the store remains usable. The other workers get the error in this call or in a
-                later one. In an asynchronous store only this worker's push is refused.
+                rows are unchanged, and the store remains usable. The other workers get the same error, in this call or
+                in a later one. In an asynchronous store only this worker's push is refused.
 
         Example:
             >>> table.push(np.array([7, -3, 7]), np.ones((3, table.dim), table.dtype))
@@ -88,13 +89,13 @@ class Table(NotCopyable):
     def set(self, ids: object, values: object, scores: object = None) -> None:
         """Set rows to these values. Returns when the arrays may be overwritten.
 
-        In a synchronous store this is a round, as a push is: every worker calls it, if need be without ids, and every
+        In a synchronous store this is a round, as a push is: every worker must call it, even without ids, and every
         later pull of any worker shows the new rows. In an asynchronous store each call is an update of its own. If an
-        id occurs several times, its last values count, in the order of the workers.
+        id occurs several times, its last values are used. Values of later workers come last.
 
-        An id without a row gets one, whatever `admit` says. Its optimizer state is that of a new row. An existing row
-        keeps its state. FTRL computes rows from this state, so the next push to an existing row would undo most of the
-        change: call `remove` first.
+        An id without a row gets a row, with the optimizer state of a new row. The rule `admit` is ignored. An existing
+        row keeps its state. FTRL computes rows from this state, so the next push to an existing row would undo most of
+        the change: call `remove` first.
 
         Args:
             ids: int64, any shape.
@@ -113,11 +114,13 @@ class Table(NotCopyable):
         _push_all("set", [self._check_push("set", ids, values, scores)])
 
     def remove(self, ids: object) -> None:
-        """Drop the rows of these ids, with their optimizer state and their counts. Returns before servers have done so.
+        """Drop the rows of these ids, with their optimizer state and counts.
 
-        In a synchronous store this is a round, as a push is: every worker calls it, if need be without ids, and the
-        rows of the ids of all workers are dropped. In an asynchronous store each call is an update of its own. Every
-        later pull of this worker shows the first values of these ids. Ids without a row are ignored.
+        Returns before the servers have dropped them.
+
+        In a synchronous store this is a round, as a push is: every worker must call it, even without ids, and the rows
+        of all workers' ids are dropped. In an asynchronous store each call is an update of its own. Every later pull of
+        this worker shows the first values of these ids. Ids without a row are ignored.
 
         Args:
             ids: int64, any shape.
@@ -166,7 +169,7 @@ class Table(NotCopyable):
     def pull(self, ids: object, out: object = None) -> Any:
         """Return the rows of these ids, after all earlier pushes of this worker. Blocking.
 
-        For an id without a row the result has its first values. A pull does not make rows.
+        For an id without a row, the result has the first values of its row. A pull does not make rows.
 
         Args:
             ids: int64, any shape.
@@ -235,7 +238,7 @@ class Table(NotCopyable):
 
     @property
     def pushes(self) -> int:
-        """The number of this worker's pushes, without those that servers have refused or a recovery has undone.
+        """The number of this worker's pushes, except those that servers have refused or a recovery has undone.
 
         Calls of `set` and `remove` count as pushes.
         """
@@ -284,7 +287,7 @@ class Table(NotCopyable):
 
     @property
     def rows(self) -> int:
-        """The number of rows on all servers. Asks the servers, while other workers may be adding rows."""
+        """The number of rows on all servers. This asks the servers, and other workers may be adding rows meanwhile."""
         return self.stats()["rows"]
 
     def stats(self) -> dict[str, int]:
@@ -432,7 +435,7 @@ class Table(NotCopyable):
         return self._store.run(what, self._tables.stats(table), collections=[self.name])
 
     def _read(self, ids: Ids, out: Array, target: object) -> Task[object]:
-        """Pull into `out`, and return `target`, the caller's array or tensor. `out` is a view of its memory."""
+        """Pull into `out`, and return `target`, the caller's array or tensor. `out` is a view of the same memory."""
         yield from self._tables.pull([(self._known, ids, out)])
         return target
 
@@ -453,7 +456,7 @@ class Table(NotCopyable):
     # ---- arguments
 
     def _check_there(self, what: str) -> None:
-        """Raise StoreError if the store must recover first, or ValueError if the table was lost in a recovery."""
+        """Raise StoreError if the store must first recover, or ValueError if the table was lost in a recovery."""
         self._store.operations.check_open()
         if self._tables.known.get(self.name) is not self._known:
             raise of_caller(
@@ -499,7 +502,7 @@ class Table(NotCopyable):
         return flat
 
     def _numbers_of(self, what: str, argument: str, given: object, dtype: type[np.generic]) -> NDArray[Any]:
-        """Check that `given`, which has a number for each id, is an array of this dtype."""
+        """Check that `given` is an array of this dtype, and return it. It has one number for each id."""
         name, wanted = f"{what} of table {self.name!r}: {argument}", dtype.__name__
         if isinstance(given, (list, tuple, int, float, np.number)):
             raise TypeError(f"{name} are of type {type(given).__name__}: pass numpy.array({argument}, numpy.{wanted})")
@@ -544,8 +547,8 @@ class Table(NotCopyable):
     def _check_finite(self, what: str, ids: Ids, gradients: Array) -> None:
         """Raise FloatingPointError if a push holds NaN or infinity, or if the sum of an id's gradients is infinite.
 
-        Sums are checked for rows of 16 bits, to which they are rounded before they are sent. The message names the
-        rank, the table, the push and the first id with a bad gradient.
+        Sums are checked only for rows of 16 bits, because such sums are rounded to 16 bits before they are sent. The
+        message names the rank, the table, the push and the first id with a bad gradient.
         """
         call = f"{what} of table {self.name!r}: push {self._known.round + 1} of rank {self._store.layout.rank}"
         fine = np.isfinite(gradients)
@@ -580,7 +583,7 @@ def push_together(pushes: Sequence[tuple[Table, object, object]]) -> None:
 
     Args:
         pushes: (table, ids, gradients) with the arguments of `Table.push`. Each table may occur only once. Tables may
-            belong to several stores. The stores are handled one after the other.
+            belong to several stores. The stores are handled one after another.
     """
     seen = [table._check_push("push", ids, gradients) for table, ids, gradients in pushes]
     for tables in by_store(table for table, _ in seen):
@@ -594,10 +597,10 @@ def pull_rows(ids: Mapping[Table, object]) -> dict[Table, Any]:
     returns for each table.
 
     Args:
-        ids: For each table its ids, as in `Table.pull`.
+        ids: For each table, its ids, as in `Table.pull`.
 
     Returns:
-        For each table its rows, of shape ids.shape + (dim,).
+        For each table, its rows, of shape ids.shape + (dim,).
 
     Raises:
         ValueError, TypeError: An argument is bad, or the tables belong to several stores. Nothing has been sent.

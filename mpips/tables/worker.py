@@ -109,7 +109,7 @@ class WorkerTables:
         return [record.name for record in new]
 
     def _with_own_counts(self, records: Sequence[TableRecord]) -> list[TableRecord]:
-        """Return a file's records with a record of counts for those tables, and only those, that count here.
+        """Return a file's records, with a record of counts for exactly those tables that have counts in this store.
 
         A table that was saved without counts gets a record without rows. Counts come before their table, because
         servers make them in this order.

@@ -3,10 +3,10 @@
 `Writer` writes arrays to a file that replaces the old one only when `finish` is called. `TensorFile` reads arrays from
 a file. `Reader` opens the checkpoint of a store, and checks that the file has everything that its header promises.
 
-Checksums are CRC-32, in the metadata under `mpips.crc32`. The first one is that of the header. It covers the file up to
-the first tensor, with zeros in place of the checksum itself. A checksum for each tensor follows, in the order of the
-file. Other programs see the checksums as one more metadata entry. They reveal any flipped bit, and a file that was cut
-short.
+Checksums are CRC-32, in the metadata under `mpips.crc32`. The first checksum is that of the header. It covers the file
+up to the first tensor, with zeros in place of the checksums themselves. Then follows a checksum for each tensor, in the
+order of the file. Other programs see the checksums as one more metadata entry. They detect any flipped bit, and a
+truncated file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mpips.store.options import MOST
 
 # metadata key of the store's header
 STORE = "mpips.store"
-# Version 2 came with services. A file without collections of services is written as version 1.
+# Version 2 added services, such as tables. A file without tables is still written as version 1.
 VERSION = 2
 
 
@@ -88,7 +88,7 @@ class StoreHeader(msgspec.Struct):
     """The header of a store's file.
 
     Attributes:
-        kind, options: The kind and the options of the store that was saved. Only people read them.
+        kind, options: The kind and the options of the store that was saved. They inform people; no code reads them.
         optimizer: The default optimizer, as data, or None if the store had no default optimizer.
         residuals: Number of workers or clients that compressed their pushes. 0 if pushes were not compressed.
         services: Name of a service -> the records of its collections. In the file each name is a field of its own.
@@ -105,7 +105,7 @@ class StoreHeader(msgspec.Struct):
 
     @property
     def collections(self) -> list[CollectionRecord]:
-        """The records of all services."""
+        """The records of the collections of all services."""
         return [record for records in self.services.values() for record in records]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -156,7 +156,7 @@ def file_name(what: str, argument: str, path: object) -> str:
 
 
 def why(error: Exception) -> str:
-    """Return the message of an error about a file, without the file's name."""
+    """Return the text of an error about a file, but without the file's name."""
     return getattr(error, "strerror", None) or str(error)
 
 
@@ -305,7 +305,7 @@ class Writer:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._file = NewFile(path)
         self.path = self._file.path
-        # the length of the header, then the header with zeros in place of the checksums
+        # the bytes of the header's length and of the header, with zeros in place of the checksums
         self._header = bytearray()
         self._places: dict[str, tuple[int, Tensor]] = {}
         # name of a tensor -> checksum of its elements written so far, in the order of the file
@@ -322,7 +322,7 @@ class Writer:
         words = {name: text for name, text in metadata.items() if name != SUMS}
         header: dict[str, Any] = {"__metadata__": {SUMS: "0" * DIGITS * (1 + len(tensors)), **words}}
         offset, offsets = 0, {}
-        # Put tensors with larger elements first, so that every tensor is aligned.
+        # Put tensors with larger elements first, so that every tensor is aligned in the file.
         for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
             if tensor.dtype.name not in NAMES:
                 raise ValueError(f"{name} is of {tensor.dtype.name}: {HOLDS}")
@@ -344,7 +344,7 @@ class Writer:
         self._places = {name: (base + offsets[name], tensor) for name, tensor in tensors.items()}
 
     def write(self, name: str, start: int, values: Array) -> None:
-        """Write elements of a tensor, 1-D and in its dtype. `start` must be the number of elements written before."""
+        """Write 1-D elements of a tensor, in its dtype. `start` must be the number of its elements written before."""
         place, tensor = self._places[name]
         assert values.dtype == tensor.dtype and start + values.size <= math.prod(tensor.shape), name
         assert start == self._written[name], name
@@ -457,7 +457,7 @@ class TensorFile:
         wrote such files.
 
         Args:
-            warns: Warn of a file without checksums. Pass True on one rank only.
+            warns: True to warn if the file has no checksums. Pass True on one rank only.
         """
         if self._sums is None and set(self.metadata) <= set(known):
             if warns:

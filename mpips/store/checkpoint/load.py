@@ -1,12 +1,12 @@
 """Read a checkpoint into a store with any number of servers and workers (`kv.load`), or only optimizer states.
 
 Only worker 0 reads the file, so other nodes need not have access to it. Before anything changes, worker 0 checks that
-the file fits the store. If it does not, all workers raise the same ValueError. Keys of the file that the store does not
-have are made. A file that lacks a key of the store does not fit.
+the file fits the store. If it does not, all workers raise the same ValueError. If the file has keys that the store
+lacks, these keys are created. A file that lacks a key of the store does not fit.
 
-Compression holds back parts of gradients, the *residuals*. If as many workers (or clients) load as have saved, each
-gets its own residuals. Otherwise worker i of n gets the sum of residuals i, i + n, i + 2n, ... So every residual is
-pushed exactly once.
+Compression holds back parts of gradients, the *residuals*. If the number of workers (or clients) is the same as at the
+time of the save, each worker gets its own residuals. Otherwise worker i of n gets the sum of residuals i, i + n, i +
+2n, ... So every residual is pushed exactly once.
 
 `save_states` and `load_states` implement `save_optimizer_states` and `load_optimizer_states`, which MXNet also has.
 """
@@ -57,7 +57,7 @@ def load(store: WorkerStore, path: str | os.PathLike[str]) -> None:
     """Load a checkpoint; see `KVStore.load`. Collective."""
     store.finish()
     if store.saving is not None:
-        # The last save may still be writing this file.
+        # A save in the background may still be writing this file.
         store.saving.finish()
     with contextlib.ExitStack() as stack:
         name, refusal = attempt(lambda: file_name("load", "path", path))
@@ -106,7 +106,7 @@ def _check_keys(store: WorkerStore, path: str, header: StoreHeader) -> None:
 def _check_collections(store: WorkerStore, path: str, header: StoreHeader) -> None:
     """Raise ValueError if the file's collections do not fit the store.
 
-    The file must have every collection of the store, and each must fit. No name may stand for a key and for a
+    The file must have every collection of the store, and each must fit. The same name must not belong to a key and to a
     collection.
     """
     services = {service.name: service for service in store.backend.services}
@@ -177,7 +177,7 @@ def _loaded(store: WorkerStore, reader: Reader | None, header: StoreHeader, path
 
 
 def _use(store: WorkerStore, groups: Groups, compressor: Compressor | None) -> Task[None]:
-    """Set the optimizers and, unless it is None, the compression. All workers pass equal arguments. Collective."""
+    """Set the optimizers, and also the compression unless `compressor` is None. Collective, with equal arguments."""
     if groups.default is not None:
         yield from store.backend.set_optimizer(groups.default, None)
     # Use one request for all keys with equal optimizers.
@@ -243,12 +243,13 @@ def _residuals_loaded(
 def give_back_residuals(
     layout: Layout, stored: StateAccess, keys: Sequence[Key], saved: Sequence[Sequence[Array]], groups: int
 ) -> Task[None]:
-    """Give each sender its share of the residuals that `groups` senders have saved. Collective.
+    """Give each sender its share of the residuals in a file that was saved by `groups` senders. Collective.
 
     A sender is a worker or a whole client (see `save.senders`).
 
     Args:
-        saved: For each sender that has saved, a list with one array per key. Only worker 0's arrays are used.
+        saved: For each of the senders at the time of the save, a list with one array per key. Only worker 0's lists are
+            used.
     """
     group = next(number for number, ranks in enumerate(senders(layout)) if layout.rank in ranks)
     totals = [np.zeros(key.size) for key in keys]

@@ -3,9 +3,9 @@
 `resume` loads the newest checkpoint that can be read. After that the program makes the same calls as in a job that
 starts from scratch (see `worker.restored`).
 
-`RegularSaves` is the schedule of saves. A *step* of a program pushes each key once. A worker ends a step when it begins
-to push some key more often than it has pushed any key before. So each worker of a synchronous store finds the same end
-of a step without communication, and the workers save together there. If some keys have been pushed more often than
+`RegularSaves` is the schedule of saves. A *step* of a program pushes each key once. A worker has ended a step when it
+begins to push one key more often than it has pushed any key so far. So all workers of a synchronous store find the same
+end of a step without communication, and save together at that point. If some keys have been pushed more often than
 others at the end of a step, the store is not saved.
 
 In an asynchronous store worker 0 saves alone, after its own steps. It saves each key as it is at that moment, including
@@ -66,7 +66,8 @@ def resume(store: WorkerStore) -> tuple[int, Restored]:
         except CollectiveError:
             raise
         except ValueError as error:
-            # `load` has raised this error on all workers and has changed nothing. So all try the next older file.
+            # `load` has raised this error on all workers and has changed nothing. So all workers try the next older
+            # file.
             failure = failure or error
             if store.layout.rank == 0:
                 warn(f"the checkpoint of step {step} is left out: {error}")
@@ -103,8 +104,8 @@ def hear_step(layout: Layout, generation: Generation) -> int | None:
 
 
 LISTS = (list, tuple)
-# If the last save is still being written, and after a recovery, the next save is tried after 1 / LATER of the usual
-# steps between two saves.
+# After a recovery, or if the last save is still being written, the next save is tried after 1 / LATER of the usual
+# number of steps between two saves.
 LATER = 8
 
 
@@ -124,7 +125,7 @@ class RegularSaves:
         self.pushing: object = ()
         # number of this worker's pushes of each key and collection
         self._counts: dict[Name, int] = {}
-        # number of steps that this worker has begun since `step`; it is the largest of `_counts`
+        # number of steps that this worker has begun since `step`, which is the largest number in `_counts`
         self._most = 0
         self._next: float = self._after(step)
         # the last step that was saved, or at first the step from which the store continues
@@ -140,7 +141,7 @@ class RegularSaves:
     def is_due(self, key: Any) -> bool:
         """True if the store has to be saved before a push of this key or list of keys."""
         for name, collection in self._store.collections.items():
-            # The two numbers differ after servers have refused a round.
+            # The two numbers differ if servers have refused a round. The refused round does not count.
             if collection.round != self._counts.get(name, 0):
                 self._counts[name] = collection.round
                 self._most = max(self._counts.values())
@@ -164,7 +165,10 @@ class RegularSaves:
                 self._most = count
 
     def leave(self) -> tuple[str, int]:
-        """Stop saving, because the caller takes over. Return the folder, and the number of steps between two saves."""
+        """Stop saving, because the caller now saves instead.
+
+        Return the folder, and the number of steps between two saves.
+        """
         self._next = math.inf
         return self.folder, self.every
 
@@ -177,8 +181,8 @@ class RegularSaves:
     def save(self) -> Saving | None:
         """Begin to save the store while training continues. Collective in a synchronous store.
 
-        Return None if no save was begun. Either the last save is still being written, and a later step will save. Or
-        the store cannot be saved, and worker 0 warns.
+        Return None if no save was begun, for one of two reasons. If the last save is still being written, a later step
+        will save. If the store cannot be saved, worker 0 warns.
         """
         store, step, alone = self._store, self._step + self._most, self._store.layout.asynchronous
         store.finish()

@@ -1,12 +1,13 @@
-"""Save a store (`kv.save`): freeze its content after one round, then write the file, also while training continues.
+"""Save a store (`kv.save`): freeze its content after a round, and write the file, optionally while training continues.
 
 All workers check that they have made the same number of rounds, and wait until the servers have applied them. Then the
 backend makes a *snapshot*, which later rounds do not change, and all workers may push again. Worker 0 reads the
 snapshot piece by piece and writes the file. *Residuals*, the parts of gradients that compression has held back, are
 written before training continues.
 
-`Saving` writes the file during training. At the end of a call of the store it begins as many pieces as the time since
-the last pieces allows. Then it pauses without unfinished operations, so that calls can take their fast paths.
+`Saving` writes the file during training. At the end of each call of the store it writes a few pieces: the longer the
+time since the last pieces, the more. Between these times it has no unfinished operations, so that calls of the store
+can take their fast paths.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def save(store: WorkerStore, path: str | os.PathLike[str], wait: bool) -> Saving
             failure = store.run("save", write_content(content, writer))
             _log_end(name, begun, failure)
             refusal = ValueError(f"{name} cannot be written: {failure}") if failure else None
-        # No worker pushes before all have come here, so the file has the same round of every key.
+        # No worker pushes before all workers have reached this line, so the file has the same round of every key.
         store.agree("save", refusal=refusal)
         if wait:
             return None
@@ -162,7 +163,7 @@ def _frozen(
 
 
 class Begun(NamedTuple):
-    """The beginning of a save: its time, and its timing record (ring and sequence number in the ring)."""
+    """The time at which a save began, and its timing record (the ring, and the sequence number in the ring)."""
 
     at: float
     ring: RecordRing
@@ -233,7 +234,8 @@ def senders(layout: Layout) -> list[range]:
 def gathered(layout: Layout, stored: StateAccess, keys: Sequence[Key]) -> Task[list[list[Array]]]:
     """Gather the residuals of float keys on worker 0. Collective.
 
-    Return for each sender a list with one array per key. Workers other than worker 0 get an empty list.
+    Return a list with one entry for each sender. An entry is a list with one array per key. Workers other than worker 0
+    get an empty list.
     """
     residuals = yield from stored.residuals(keys)
     ends = np.cumsum([key.size for key in keys])[:-1]
@@ -258,17 +260,17 @@ def from_worker(layout: Layout, root: int, names: Sequence[Name], arrays: Sequen
             unpack(vector, arrays[run])
 
 
-# ---- writing while training goes on
+# ---- writing while training continues
 
 # size of the pieces that are read and written
 PIECE_BYTES = 1 << 20
-# the most small pieces that worker 0 requests from servers before the first has arrived
+# maximum number of small pieces that worker 0 requests from servers before the first piece has arrived
 AT_ONCE = 64
-# This worker and its server together spend about this many times the time that writing a piece takes.
+# Estimated cost of a piece for this worker and its server together, as a multiple of the time that its write takes.
 COST = 3
-# After some pieces a save pauses for this many times their cost, so that saving takes 1/30 of the time.
+# After a few pieces a save pauses for REST times their cost. So saving takes 1 / (1 + REST) of the time.
 REST = 29
-# time between two checks of a worker that waits for the file
+# seconds between two checks while a worker waits for the file
 LOOK_SECONDS = 5e-5
 
 
@@ -314,8 +316,8 @@ def copy_piece(piece: CheckpointPiece, writer: Writer) -> Task[float]:
 def write_content(content: Content, writer: Writer) -> Task[str]:
     """Write all pieces, and move the file to its path. Return the reason if that failed, else ""."""
     every = [*pieces(content)]
-    # Pieces of a run are written in the order of arrival, but pieces of one tensor must be written in order. A run
-    # never has two pieces of one tensor, because the first is as long as a run may be.
+    # The pieces of one run are written in the order of arrival, but the pieces of one tensor must be written in their
+    # own order. A run never has two pieces of one tensor, because the first of them alone fills the run.
     for run in runs((piece.nbytes for piece in every), PIECE_BYTES):
         yield from run_together([copy_piece(piece, writer) for piece in every[run]], AT_ONCE)
         yield True
@@ -343,7 +345,10 @@ class Disk:
 
     @property
     def done(self) -> bool:
-        """True once the thread has ended. Then `failure` is "" if the file is at its path, or the reason why not."""
+        """True once the thread has ended.
+
+        Then `failure` is "" if the file is at its path, otherwise the reason why it is not.
+        """
         return not self._thread.is_alive()
 
 
@@ -358,7 +363,7 @@ class Saving:
         self._content = content
         self._writer = writer
         self._generation = store.generation.number
-        # length of the pause after pieces, in multiples of their cost; 0 once the program waits for the file
+        # length of the pause after some pieces, as a multiple of their cost; 0 once the program waits for the file
         self._rest = REST
         # the time at which the next pieces may begin
         self._due = 0.0
@@ -368,7 +373,7 @@ class Saving:
         self._left = pieces(content) if writer is not None else iter(())
         # the handle of the last pieces that were begun
         self._step: Handle | None = None
-        # set once all pieces are written and only the disk is not done yet
+        # set once all pieces are written, and only the transfer to the disk is left
         self._disk: Disk | None = None
         self._over = writer is None
         # True once the error has been raised, or shown as a warning
@@ -435,7 +440,7 @@ class Saving:
         return "" if self._writer is None else self._writer.path
 
     def _lost(self) -> bool:
-        """True if the generation has ended before everything was written, so that the snapshot is gone."""
+        """True if the generation has ended before everything was written. The snapshot is then lost."""
         at = self._store.generation
         return self._disk is None and (at.over is not None or at.number != self._generation)
 

@@ -226,7 +226,7 @@ def fits(
 ) -> None:
     """Raise ValueError unless the array has this shape and dtype.
 
-    They are those of the whole key, or if `rows` is given, those of `rows` rows of the key.
+    If `rows` is given, `shape` is the shape of `rows` rows of the key. Otherwise it is the shape of the whole key.
     """
     if array.shape != shape or array.dtype != dtype:
         cure = f"shape {shape}" if array.shape != shape else f"dtype {dtype.name}, as astype makes it"
@@ -272,7 +272,7 @@ def check_one_round(what: str, pushed: Sequence[Pushed], rounds: Sequence[Sequen
         raise of_caller(ValueError(f"{what}: {unlike}: call it after a round that all have pushed"))
 
 
-# Small arrays are sent together, in vectors of at most this many bytes.
+# Small arrays are joined into vectors of at most this many bytes, and sent together.
 PACK_BYTES = 4 << 20
 
 
@@ -294,13 +294,13 @@ def host(x: object) -> Array:
         return arrays.host(x)
     except TypeError:
         raise
-    # The library of the array may raise anything.
+    # The library that made the array may raise any exception.
     except Exception as error:
         raise TypeError(f"{type(x).__name__} cannot be viewed as a host array ({error})") from error
 
 
 def viewed(x: Any) -> Any:
-    """View a PyTorch CPU tensor, or those in a list, as NumPy arrays. Return anything else as it is."""
+    """View a PyTorch CPU tensor, or each CPU tensor in a list, as a NumPy array. Return anything else as it is."""
     if type(x) is np.ndarray:
         return x
     if type(x) in (list, tuple):
@@ -310,7 +310,7 @@ def viewed(x: Any) -> Any:
         return x
     try:
         return arrays.host(x)
-    # Return the tensor unchanged. The call's own checks will raise an error that says what is wrong with it.
+    # Return the tensor unchanged. The caller checks it later, and then raises an error that says what is wrong with it.
     except (TypeError, RuntimeError):
         return x
 
@@ -365,7 +365,7 @@ class HostStaging:
         from mpips.collectives.tensor.cuda import CudaVectors  # needs CuPy
         from mpips.collectives.tensor.vectors import vector_place
 
-        # Keep the arrays alive, because a `place` does not.
+        # Keep the arrays alive, because the places (`vector_place`) do not.
         self._values = values
         places = [vector_place(value, f"array {index}", written) for index, value in enumerate(values)]
         shapes = {tuple(value.shape) for value in values}
@@ -421,11 +421,12 @@ class KeyCall(NamedTuple):
     key: Key
     # the sum of the caller's arrays, in the key's shape; None if the call only pulls
     payload: Array | RowSparse | None
-    # the host arrays that get the result; empty if the call only pushes
+    # the host arrays into which the result is written; empty if the call only pushes
     targets: Sequence[Array]
-    # the task that waits until GPUs have summed the payload; None if the payload is not on GPUs
+    # the task that waits until the GPUs have summed the payload; None if the payload is not on GPUs
     gathered: Task[None] | None = None
-    # copies the result to GPUs; its host array is then the first target. None if the result does not go to GPUs.
+    # The object that copies the result to GPUs. Its host array is then the first target. None if no result goes to
+    # GPUs.
     spread: HostStaging | None = None
 
 

@@ -1,4 +1,4 @@
-"""Cut a new key into parts for the servers, as `sharding` decides.
+"""Cut a new key into parts for the servers, by the rules in `sharding`.
 
 A key is cut in three steps:
 
@@ -57,7 +57,7 @@ class Cutting:
         self._numbers = numbers or UnitNumbers()
 
     def copy(self) -> Cutting:
-        """Return a copy. A caller cuts keys with the copy first, and keeps it if all goes well."""
+        """Return a copy. A caller first cuts keys with the copy, and keeps the copy only if nothing fails."""
         placement, numbers = self._placement.copy(), self._numbers.copy()
         return Cutting(self._layout, self._one_node, self._side_by_side, placement, numbers)
 
@@ -104,7 +104,7 @@ class Cutting:
                     self._cut_piece(key, server, chunk, grain, lines[server], cards[server])
             by_server.append(key.pieces[first:])
         # Alternate between the servers, so that the few pieces in progress keep all servers busy. All workers must use
-        # one order, because a server takes only a few pieces at a time.
+        # the same order, because a server receives only a few pieces at a time.
         key.pieces = [piece for row in zip_longest(*by_server) for piece in row if piece is not None]
         key.pushes = [shard for piece in key.pieces for shard in piece.pushes]
         if self._one_node and self._grouped and options.masters == "one":
@@ -137,7 +137,10 @@ class Cutting:
         key.pieces.append(piece)
 
     def _block_elements(self, size: int, itemsize: int) -> int:
-        """Return the block size, in elements, of a unit with `size` elements. Between nodes a message has one block."""
+        """Return the block size, in elements, of a unit with `size` elements.
+
+        Between nodes each block is one message.
+        """
         options = self._layout.options
         nbytes = options.chunk_bytes
         if self._one_node:

@@ -27,10 +27,10 @@ NO_MARKS = {"push": 0, "pull": 0, "pushpull": 0}
 
 
 class Fast(Protocol):
-    """The fast path of one key, bound at `init`, for C-contiguous arrays of the key's shape and dtype.
+    """The fast path of one key, chosen at `init`, for C-contiguous arrays of the key's shape and dtype.
 
-    A call waits only for a moment. It returns None if it has finished. Otherwise it returns a task that does the rest,
-    or that does everything if the call could not begin. The fast path is used only while no other operation runs.
+    A call waits only for a moment. It returns None if it has finished. Otherwise it returns a task that does the
+    remaining work, or all of it if the call could not begin. The fast path is used only while no other operation runs.
     """
 
     # True if a call with a list of keys may use this fast path. Such a call runs `post` for all keys, then
@@ -90,7 +90,7 @@ class Rounds(dict[Name, int]):
 class Pushed(Protocol):
     """Anything that workers push to in rounds: a key, or a collection of a service (`worker.interface`)."""
 
-    # number of rounds that this worker has pushed; after `recover`, the number that still count
+    # number of rounds that this worker has pushed; after `recover`, the number of those rounds that still count
     round: int
 
     @property
@@ -118,12 +118,12 @@ class Key:
     pieces: list[Piece] = field(default_factory=list)
     # the fast path, or None if the key has none
     fast: Fast | None = None
-    # the weight of this worker's next push in the round that a quorum closes; otherwise without effect
+    # the weight of this worker's next push in a store with a quorum; other stores ignore it
     quorum_weight: int = 1
-    # True if the value may have changed by something other than a round since the last pull that returned a version
+    # True if something other than a round may have changed the value since the last pull that returned a version
     replaced: bool = True
-    # Operation -> the number that shows other processes that this worker is in this operation of this key (see
-    # `worker.route.CallMarks`). It is 0 if no call has been made yet, or if calls are timed.
+    # Name of an operation -> the number that shows other processes that this worker is in this operation of the key
+    # (see `worker.route.CallMarks`). It is 0 if no call has been made yet, or if calls are timed.
     marks: dict[str, int] = field(default_factory=NO_MARKS.copy, compare=False, repr=False)
     noun = "key"
 
@@ -194,14 +194,14 @@ class LineToServer(Protocol):
 
 @dataclass
 class Shard:
-    """Elements [start, stop) of a key's flattened array: one unit of the state of one server."""
+    """Elements [start, stop) of a key's flattened array, which one server keeps as one unit."""
 
     # the number of the unit on its server
     number: int
     server: int
     start: int
     stop: int
-    # the connection to the server; None on a rank that is not a worker and only makes a recovery plan
+    # the connection to the server; None on servers and spares, which make shards only to plan a recovery
     line: LineToServer
     # ranks of the workers that push it
     contributors: tuple[int, ...]
@@ -221,7 +221,7 @@ class Shard:
     outbox: Any = None
     # on one node: the `RepeatedPush` of the outbox
     outbox_push: Any = None
-    # on one node: the compressed or row-sparse payload that the server may still read
+    # on one node: the compressed or row-sparse payload of the last push, which the server may still read
     kept: Array | None = None
     # between nodes: numbers of the blocks that the server has asked for
     credits: list[int] = field(default_factory=list)
@@ -230,7 +230,8 @@ class Shard:
     # In an asynchronous store: the number of pushes that the shard contains, while the server keeps it unchanged for
     # this worker. Otherwise -1.
     held: int = -1
-    # True once the server has granted this worker's read, or between nodes, has received the shard's first value
+    # True once the server has granted this worker's read. Between nodes: True once the server has received the first
+    # value.
     granted: bool = False
 
     def __post_init__(self) -> None:

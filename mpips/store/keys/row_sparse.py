@@ -15,7 +15,7 @@ from mpips.optimizers.base import Optimizer
 from mpips.optimizers.equation import is_fused
 from mpips.store.keys.row_sums import sorted_sums, summed, update_in_blocks
 
-# number of rows that are copied from weights and state at a time
+# number of rows of weights and state that are copied at a time
 ROWS_AT_A_TIME = 4096
 
 
@@ -124,8 +124,8 @@ def add(parts: Sequence[RowSparse]) -> RowSparse:
 def sum_of(parts: Sequence[RowSparse]) -> RowSparse:
     """Return the sum of row-sparse arrays of one shape and dtype, merged (see `RowSparse.merged`).
 
-    Unlike `add`, this function first merges each array, and then adds the merged arrays in the order of `parts`. So the
-    result may differ from that of `add` by rounding, if a row repeats within an array.
+    Unlike `add`, this function first merges each array, and then adds the merged arrays in the order of `parts`. So if
+    a row repeats within an array, the result may differ from that of `add` by rounding.
     """
     first, width = parts[0], math.prod(parts[0].shape[1:])
     merged = [part.merged() for part in parts]
@@ -147,7 +147,7 @@ def unpacked(data: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> RowSp
 
 
 class RowGather:
-    """Gives each rank of a communicator the rows that all ranks push.
+    """Collects the rows that all ranks of a communicator push, on every rank.
 
     This takes two allgathers. The first exchanges the size of each rank's rows. The second exchanges the rows, in one
     block for each rank. All blocks are as long as the longest one needs.

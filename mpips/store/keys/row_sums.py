@@ -1,7 +1,7 @@
-"""Sum rows with equal ids, and find the server of each id. Used for row-sparse gradients of keys and for tables.
+"""Sum rows with equal ids, and find the server of each id, for row-sparse gradients of keys and for tables.
 
-The order of additions is fixed: the first gradient of a row is copied, and the others are added in the order of the
-array. When pushes of several workers are summed, they are added in the order of the workers.
+The order of additions is fixed: the first gradient of a row is copied, and its other gradients are added in the order
+of the array. When pushes of several workers are summed, they are added in the order of the workers.
 
 Compiled loops find repeated ids with a hash table. Without compiled loops NumPy sorts the ids. Both ways give rows with
 the same bits, and differ only in the order of ids.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Array = NDArray[Any]
 Ids = NDArray[np.int64]
 Places = NDArray[np.int64]
-# GOLDEN is the constant of SplitMix64. AHEAD is how many rows ahead compiled loops prefetch memory.
+# GOLDEN is the constant of SplitMix64. AHEAD is the number of rows by which compiled loops prefetch memory ahead.
 CONSTANTS = {"GOLDEN": 0x9E3779B97F4A7C15, "AHEAD": 12}
 GOLDEN, AHEAD = CONSTANTS["GOLDEN"], CONSTANTS["AHEAD"]
 MULTIPLIERS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -37,7 +37,7 @@ _SCRATCH = threading.local()
 
 
 def mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return a hash of each 64-bit word, one to one (the finalizer of SplitMix64)."""
+    """Return a hash of each 64-bit word. Different words have different hashes (the finalizer of SplitMix64)."""
     words = (words ^ (words >> np.uint64(30))) * MULTIPLIERS[0]
     words = (words ^ (words >> np.uint64(27))) * MULTIPLIERS[1]
     return words ^ (words >> np.uint64(31))
@@ -122,7 +122,7 @@ class Distinct(NamedTuple):
     Attributes:
         ids: Each id once.
         owners: The server of each id in `ids`.
-        places: For each id of the push or pull its index in `ids`.
+        places: For each id of the push or pull, its index in `ids`.
         per_server: The number of distinct ids for each server.
     """
 
@@ -155,7 +155,7 @@ def _slots(size: int) -> NDArray[np.int32]:
 
 
 def last_places(ids: Ids) -> tuple[Ids, Places]:
-    """Return the distinct ids, ascending, and for each the index of its last occurrence in `ids`."""
+    """Return the distinct ids, ascending, and for each of them the index of its last occurrence in `ids`."""
     once, places = np.unique(ids[::-1], return_index=True)
     return once, len(ids) - 1 - places
 
@@ -183,8 +183,8 @@ def sorted_sums(rows: Ids, values: Array) -> tuple[Ids, Array]:
     sums, counts = values[order[starts]], np.diff(starts, append=len(order))
     done, most = 1, int(counts.max())
     longer = np.flatnonzero(counts > done)
-    # A run is the values of one row. Add the next value of every run with one call, as long as this takes fewer calls
-    # than adding up the remaining runs one by one.
+    # A run is all the values of one row. While many runs are left, add the next value of all of them with one call.
+    # Once fewer runs than steps are left, add up each run with a call of its own.
     while len(longer) > most - done:
         sums[longer] += values[order[starts[longer] + done]]
         done += 1
@@ -210,7 +210,7 @@ def summed(
     Args:
         parts: (ids, gradients (k, dim)) for each push. No id repeats within a push.
         ascending: True if the ids of each push ascend. Then the ids of the result ascend.
-        dtype: The dtype of the sums. None: that of the gradients.
+        dtype: The dtype of the sums. None: the dtype of the gradients.
     """
     parts = [part for part in parts if len(part[0])] or parts[:1]
     first = parts[0][1]
@@ -219,7 +219,7 @@ def summed(
         return parts[0]
     every = np.concatenate([part[0] for part in parts])
     if ascending:
-        # With `return_index` NumPy sorts by merging, which is as fast as a hash table for ids that ascend in parts.
+        # With `return_index` NumPy uses a merge sort. For ids that ascend in parts it is as fast as a hash table.
         once, _, places = np.unique(every, return_index=True, return_inverse=True)
     else:
         once, _, places, _ = distinct(every)

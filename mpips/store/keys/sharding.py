@@ -1,8 +1,8 @@
 """Decide which server keeps which elements of a key. Pure functions over half-open intervals.
 
 An array of `big_array` elements or more is cut evenly over all servers. Any other array goes as a whole to the server
-that holds the fewest bytes, with one exception: an array of at least a quarter of `big_array` elements is cut if it
-would leave that server with much more than its share of all bytes.
+that holds the fewest bytes, with one exception: an array of at least a quarter of `big_array` elements is cut if that
+server would otherwise hold much more than its share of all bytes.
 
 A server's part of an array is cut again into *units*, the smallest parts of a server's state. A unit always has the
 same contributors, which are the workers that push to it. In dist_* stores all workers contribute to every unit. In
@@ -101,8 +101,8 @@ def pulled_at_once(nbytes: int, block: int, past_caches: int) -> int:
     """Return the number of blocks of `block` bytes that a pull waits for and then copies with one call.
 
     A copy of at least `past_caches` bytes bypasses the caches when it writes, so it does not fetch the cache lines that
-    it overwrites. That saves more time than reading each block while it is in the server's cache. Pulls of fewer bytes
-    copy one block at a time.
+    it overwrites. This saves more time than a copy of each block while the block is still in the server's cache. Pulls
+    of fewer bytes copy one block at a time.
     """
     return -(-past_caches // block) if nbytes >= past_caches else 1
 
@@ -118,7 +118,7 @@ class Placement:
         self._big_array = big_array
 
     def copy(self) -> Placement:
-        """Return a copy. A caller places arrays on the copy first, and keeps it if all goes well."""
+        """Return a copy. A caller first places arrays with the copy, and keeps the copy only if nothing fails."""
         placement = Placement(0, self._big_array)
         placement.loads = self.loads.copy()
         return placement
@@ -171,7 +171,7 @@ def owners(clients: Sequence[Interval], kind: str, masters: str) -> list[list[in
 
 
 def units(key: int, server: int, part: Interval, groups: Sequence[Sequence[int]], grain: int = 1) -> list[CutUnit]:
-    """Cut a server's part of a key into units. Each point where a worker's slice ends, in any group, is a cut."""
+    """Cut a server's part of a key into units, at each point where the slice of a worker ends in any group."""
     slices = [split(part, len(group), grain) for group in groups]
     cuts = sorted({part.start, part.stop, *(piece.start for pieces in slices for piece in pieces)})
     result = []
@@ -181,7 +181,7 @@ def units(key: int, server: int, part: Interval, groups: Sequence[Sequence[int]]
             for group, pieces in zip(groups, slices, strict=True)
         )
         result.append(CutUnit(key, server, start, stop, contributors))
-    # An empty array still has a unit, because its rounds are counted too.
+    # An empty array also gets a unit, because rounds are counted even for an empty array.
     if not result:
         result.append(CutUnit(key, server, part.start, part.stop, tuple(group[0] for group in groups)))
     return result

@@ -1,10 +1,10 @@
 """Decide which spare takes the place of a dead rank, and which server mirrors which other server. Pure.
 
 The first ranks of a store are workers, then come servers, then spares. A place is the position of a worker or server
-before the failure. Spares take the places of dead servers first, then those of dead workers. But if no server or no
-worker is left at all, one place of that role comes before all other places. A place that no spare takes is dropped.
-Clients (groups of workers that push together) keep the members that are left; a client without members is dropped as
-well. If the store grows, the remaining spares become workers.
+before the failure. Spares take the places of dead servers first, then those of dead workers. But if all servers or all
+workers have died, a spare first takes one place of that role. A place that no spare takes is dropped. Clients (groups
+of workers that push together) keep the members that are left; a client without members is dropped as well. If the store
+grows, the remaining spares become workers.
 
 The servers form a ring for mirrors: a server's mirror is the next server that is on another node.
 """
@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
-# The entry in `places` of an additional worker: a spare that has become a worker without taking a dead worker's place.
+# Value in `places` for an additional worker, that is, a spare that has become a worker but has no dead worker's place.
 NEW = -1
 
 
@@ -31,7 +31,7 @@ class Before(NamedTuple):
         num_workers: The number of workers in the last generation.
         num_servers: The number of servers in the last generation.
         nodes: For each rank, its node. A node is named by the lowest rank on it.
-        clients: The workers [first, stop) of each client.
+        clients: For each client, the range [first, stop) of its workers.
         places: For each worker of this generation, the worker whose place it has: its own former rank, or a dead
             worker. NEW for an additional worker, which has nobody's place.
     """
@@ -53,8 +53,8 @@ class Before(NamedTuple):
         """Return the workers of the last generation whose pushes `worker` continues.
 
         In `dist_*` stores every worker pushes for itself, so this is only the worker whose place `worker` has taken. In
-        other stores the members of a client push together, so these are all members of that worker's client. Empty if
-        the store has grown by `worker`.
+        other stores the members of a client push together, so these are all members of that worker's client. The result
+        is empty if `worker` was added when the store grew.
         """
         place = self.places[worker]
         if place == NEW:
@@ -65,7 +65,7 @@ class Before(NamedTuple):
 
 
 class Roles(NamedTuple):
-    """The numbers of workers, servers and spares, and the workers [first, stop) of each client."""
+    """The numbers of workers, servers and spares, and for each client the range [first, stop) of its workers."""
 
     num_workers: int
     num_servers: int
@@ -78,7 +78,7 @@ class Roles(NamedTuple):
 
 
 class RankMapping(NamedTuple):
-    """The ranks with which a store goes on after some ranks have died, and their new roles.
+    """The ranks with which a store continues after some ranks have died, and their new roles.
 
     The ranks that are left get new numbers: first the workers, then the servers, then the spares.
 
@@ -86,7 +86,7 @@ class RankMapping(NamedTuple):
         origin: For each new rank, its old rank.
         roles: The new numbers of workers, servers and spares, and the new clients.
         places: For each new worker, the old rank of the worker whose place it has: its own, or that of a dead worker.
-            NEW if the store has grown by this worker.
+            NEW for an additional worker.
     """
 
     origin: tuple[int, ...]
@@ -100,7 +100,7 @@ def map_ranks(
     """Decide which ranks take each place after the ranks `lost` have died.
 
     A spare on the same node as the dead rank is preferred. This function does not check that enough ranks are left for
-    the store to go on; `refusal` does.
+    the store to continue; `refusal` does.
 
     Args:
         old: The roles before the deaths.
@@ -113,7 +113,7 @@ def map_ranks(
     spares = [rank for rank in range(old.num_workers + old.num_servers, old.size) if rank not in lost]
     holders = {place: place for place in range(old.num_workers + old.num_servers) if place not in lost}
     workers, servers = range(old.num_workers), range(old.num_workers, old.num_workers + old.num_servers)
-    # A role that has lost all its ranks comes first.
+    # If a role has lost all its ranks, one of its places is filled first.
     needed = [places[0] for places in (servers, workers) if places and not holders.keys() & set(places)]
     for place in (*needed, *servers, *workers):
         if place not in holders and spares:
@@ -133,7 +133,7 @@ def map_ranks(
 
 
 def refusal(old: Roles, new: RankMapping) -> str:
-    """Return the reason why the store cannot go on with these ranks, or ""."""
+    """Return the reason why the store cannot continue with these ranks, or "" if it can."""
     roles = new.roles
     if not roles.num_workers:
         return f"all {old.num_workers} workers have died, and no spare is left"
@@ -155,7 +155,7 @@ def mirror_of(server: int, nodes: Sequence[int]) -> int | None:
 
 
 def refuse_mirrors(mirrors: int, spares: int, nodes: Sequence[int]) -> str:
-    """Return the reason why servers on these nodes cannot have the mirrors that were asked for, or ""."""
+    """Return the reason why servers on these nodes cannot have as many mirrors as the options ask for, or ""."""
     if mirrors and spares < 0:
         return f"mirrors={mirrors} and spares={spares}: a death ends the store all the same; ask for spares=0 or more"
     if not mirrors or len(set(nodes)) > 1:

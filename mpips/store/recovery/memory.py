@@ -1,10 +1,10 @@
-"""The memory of a server's units, which outlives the server, and the ledger from which others learn what lies where.
+"""A server's memory for units, which outlives the server, and the ledger, which tells other ranks where each unit is.
 
 A server writes a ledger of its units into its own memory, which the other ranks of its node map while the server lives.
 The ledger has two slots for its text. So if a server is killed while it writes one slot, the other slot is left. Each
-text names its generation. If that generation never began, because a process died before, the text does not count.
+text names its generation. If that generation never began, because a process died first, the text is ignored.
 
-`UnitMemory` makes units, with undo copies if the store survives deaths. `Ledger` says where the units lie. With
+`UnitMemory` makes units, with undo copies if the store survives deaths. `Ledger` records where the units are. With
 `NodeMemory` every rank of a node keeps the memory of the node's servers mapped.
 """
 
@@ -37,17 +37,19 @@ SLOT_WORDS = 4
 SEQUENCE, GENERATION, OFFSET, NBYTES = range(SLOT_WORDS)
 SLOTS = 2
 HEADER_WORDS = SLOTS * SLOT_WORDS + 2
-# After the slots: descriptor and inode of the sparse file with the memory of services; zeros if there is no such file.
+# Words after the slots: descriptor and inode of the sparse file with the memory of services; zeros without such a file.
 FILE_WORDS = slice(SLOTS * SLOT_WORDS, HEADER_WORDS)
 
 
 class LedgerEntry(msgspec.Struct, array_like=True):
-    """One unit in a ledger: its description, and where its memory lies. Places are offsets in the server's segment.
+    """The entry of one unit in a ledger: the unit's description, and the places of its memory.
+
+    A place is an offset in the server's shared memory segment.
 
     Attributes:
         words: Place of the unit's progress words. Word 1 + i counts pushes of contributor i.
         undo: Place of the words of the unit's undo copy.
-        rows: The room for row numbers in the undo copy: its place, and how many row numbers fit.
+        rows: The memory for row numbers in the undo copy: its place, and the number of row numbers that it can hold.
         arrays: For the values and each array of state: dtype, place, place of its undo copy.
     """
 
@@ -64,7 +66,7 @@ class LedgerEntry(msgspec.Struct, array_like=True):
 
 
 class LedgerText(msgspec.Struct, array_like=True):
-    """The text of a ledger: everything that a server has.
+    """The text of a ledger. It describes everything that a server has.
 
     Attributes:
         settings: See `encode_settings`.
@@ -77,7 +79,7 @@ class LedgerText(msgspec.Struct, array_like=True):
 
 
 class Ledger:
-    """A server's own ledger, in which other ranks find the server's units after its death.
+    """A server's own ledger. From it, other ranks learn after the server's death where its units are.
 
     Args:
         file: The file that holds the memory of the server's services.
@@ -94,14 +96,14 @@ class Ledger:
         self.region = arena.region_of(self._memory)
 
     def offset(self, array: Array) -> int:
-        """Return the offset of an array in the segment. Raises CollectiveError if it lies in another segment."""
+        """Return the offset of an array in the segment. Raises CollectiveError if it is in another segment."""
         region = arena.locate(array)
         if region is None or region[:3] != self.region[:3]:
             raise CollectiveError("a server's arrays lie in more than one segment: give the node fewer ranks")
         return region.offset
 
     def publish(self, ledger: LedgerText, generation: int) -> None:
-        """Write what the server has. The text counts once `generation` has begun."""
+        """Write a new text into the ledger. It is valid once `generation` has begun."""
         text = msgspec.msgpack.encode(ledger)
         memory = arena.empty(len(text), np.uint8)
         memory[...] = np.frombuffer(text, np.uint8)
@@ -111,22 +113,22 @@ class Ledger:
         # The slot is invalid while it is being written.
         words[at + SEQUENCE] = 0
         words[at + GENERATION], words[at + OFFSET], words[at + NBYTES] = generation, self.offset(memory), len(text)
-        # From now on this text counts. Before this line the text in the other slot counts.
+        # This makes the new text valid. Until now the text in the other slot was the valid one.
         words[at + SEQUENCE] = self._written
         self._texts[slot] = memory
 
     def attempt(self, generation: int) -> None:
-        """Drop texts that earlier attempts to begin this generation have published."""
+        """Discard texts that were published in earlier attempts to begin this generation."""
         for at in range(0, SLOTS * SLOT_WORDS, SLOT_WORDS):
             if self._slots[at + GENERATION] >= generation:
                 self._slots[at + SEQUENCE] = 0
 
 
 def read_ledger(segment: NDArray[np.uint8], region: Region, generation: int) -> LedgerText | None:
-    """Return the newest ledger text in a server's segment from before `generation`, or None if there is no such text.
+    """Return the newest text in a server's ledger that is older than `generation`, or None if there is none.
 
     Args:
-        region: Where the ledger's header lies.
+        region: The place of the ledger's header.
     """
     header = segment[region.offset : region.offset + 8 * SLOTS * SLOT_WORDS].view(np.uint64).reshape(SLOTS, SLOT_WORDS)
     texts = [slot for slot in header.tolist() if slot[SEQUENCE] and slot[GENERATION] < generation]
@@ -138,7 +140,7 @@ def read_ledger(segment: NDArray[np.uint8], region: Region, generation: int) -> 
 
 
 def undo_of(segment: NDArray[np.uint8], entry: LedgerEntry) -> Undo:
-    """Return the undo copy of a unit of another server, whose segment is mapped."""
+    """Return the undo copy of another server's unit. The segment of that server must be mapped."""
     size = entry.stop - entry.start
 
     def view(offset: int, count: int, dtype: np.dtype) -> Array:
@@ -152,7 +154,7 @@ def undo_of(segment: NDArray[np.uint8], entry: LedgerEntry) -> Undo:
 
 
 def announced_pushes(segment: NDArray[np.uint8], entry: LedgerEntry) -> Sequence[int]:
-    """Return the number of each contributor's pushes that the server has announced in the unit's progress words."""
+    """Return for each contributor the number of its pushes that the server has counted in the unit's progress words."""
     words = segment[entry.words : entry.words + 8 * (1 + len(entry.contributors))].view(np.uint64)
     return [int(word) for word in words[1:]]
 
@@ -161,14 +163,14 @@ T = TypeVar("T")
 
 
 class LastGeneration(Generic[T]):
-    """A value as it was at the end of the last generation. All attempts to begin the next generation see this value."""
+    """A value as it was at the end of the last generation. All attempts to begin the next generation get this value."""
 
     def __init__(self) -> None:
         self._value: T | None = None
         self._generation = -1
 
     def get_or_save(self, generation: int, now: T) -> T:
-        """Return the value that the first attempt to begin this generation has saved. The first attempt saves `now`."""
+        """Return the saved value. In the first attempt to begin this generation, first save `now` as this value."""
         if generation > self._generation or self._value is None:
             self._value, self._generation = now, generation
         return self._value
@@ -182,11 +184,11 @@ class NodeMemory:
     """The mapped memory of this node's servers in one generation, in a store that survives deaths.
 
     Args:
-        regions: Rank of a server -> where its ledger lies.
+        regions: Rank of a server -> the place of its ledger.
     """
 
     def __init__(self, regions: Mapping[int, Region] | None = None) -> None:
-        # rank of a server -> (its segment, where its ledger lies in the segment)
+        # rank of a server -> (its segment, the place of its ledger in the segment)
         self._mapped: dict[int, tuple[NDArray[np.uint8], Region]] = {}
         # rank of a server -> the file with the memory of its services
         self._files: dict[int, SparseFile] = {}
@@ -207,13 +209,14 @@ class NodeMemory:
 
     @property
     def ranks(self) -> list[int]:
-        """The servers whose memory is mapped."""
+        """The ranks of the servers whose memory is mapped."""
         return list(self._mapped)
 
     def described(self, layout: Layout, generation: int) -> list[int]:
-        """Return the dead servers whose memory this rank describes to all others.
+        """Return the dead servers whose memory this rank describes to all other ranks.
 
-        The lowest rank that is left on a node describes all dead servers of the node. Other ranks describe none.
+        The lowest rank that is left on a node describes all dead servers of the node. Other ranks do not describe any
+        server.
         """
         before = layout.before
         assert before is not None
@@ -223,7 +226,7 @@ class NodeMemory:
         return [rank for rank in dead if lowest and self._ledger(rank, generation) is not None]
 
     def owners(self, layout: Layout, generation: int) -> list[OwnerInventory]:
-        """Return the units of the dead servers that this rank describes."""
+        """Return the inventories of the dead servers that this rank describes: each lists the units of one server."""
         ledgers = [(rank, self._ledger(rank, generation)) for rank in self.described(layout, generation)]
         return [
             OwnerInventory(rank, False, ledger.settings, self._copies(rank, ledger, layout.asynchronous))
@@ -232,13 +235,19 @@ class NodeMemory:
         ]
 
     def service_of(self, owner: int, service: str, generation: int) -> tuple[SparseFile, bytes]:
-        """Return the file of a mapped server, and the ledger entry of its service: b"" if the service was empty."""
+        """Return the file of a server whose memory is mapped, and the ledger entry of its service.
+
+        The entry is b"" if the service was empty.
+        """
         ledger = self._ledger(owner, generation)
         assert ledger is not None
         return self._files[owner], ledger.services.get(service, b"")
 
     def arrays_of(self, owner: int, index: int, before: bool, generation: int) -> list[Array]:
-        """Return values and state of a unit of a mapped server. `before`: at the round before the newest."""
+        """Return the values and optimizer state of a unit of a server whose memory is mapped.
+
+        They are those of the newest round, or if `before`, those of the round before it.
+        """
         ledger = self._ledger(owner, generation)
         assert ledger is not None
         return undo_of(self._mapped[owner][0], ledger.units[index]).arrays_at(before)
@@ -277,7 +286,7 @@ class UnitMemory:
     def make(
         self, cards: Sequence[UnitCard], groups: Groups, adopted: Mapping[int, Unit] | None = None
     ) -> tuple[list[Unit], Created]:
-        """Make units at round 0 for these cards, in the same order. Also return where workers find the units.
+        """Make one unit at round 0 for each card, in the order of the cards. Also return where workers find the units.
 
         Args:
             cards: Descriptions of the units.
@@ -329,7 +338,10 @@ class UnitMemory:
     def publish(
         self, units: Iterable[Unit], settings: bytes, generation: int, services: Mapping[str, bytes] | None = None
     ) -> None:
-        """Write what this server has from `generation` on into the ledger. For `services` see `LedgerText`."""
+        """Write this server's content at the beginning of `generation` into the ledger.
+
+        For `services` see `LedgerText`.
+        """
         if self.ledger is None:
             return
         offset = self.ledger.offset
@@ -372,7 +384,10 @@ def describe_unit(unit: Unit, asynchronous: bool) -> UnitCopy:
 
 
 def arrays_of_unit(unit: Unit, before: bool) -> list[Array]:
-    """Return values and state of a living server's unit. `before`: at the round before the newest."""
+    """Return the values and optimizer state of a living server's unit.
+
+    They are those of the newest round, or if `before`, those of the round before it.
+    """
     if unit.undo is not None:
         return unit.undo.arrays_at(before)
     return [unit.stored, *(unit.state or ())]

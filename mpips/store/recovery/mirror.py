@@ -1,8 +1,9 @@
-"""A server's mirror: a second copy of each of its units, on a server of another node.
+"""The mirror of a server: another server, on another node, that keeps a second copy of each of its units.
 
-A unit that has changed is sent to the mirror as a whole, and is not written again before it has arrived at the mirror.
+A unit that has changed is sent to the mirror as a whole. It must not change again until it has arrived at the mirror.
 The mirror keeps the last two complete versions of each unit, and receives the next version into the memory of the older
-one. So if a version arrives only in part, a complete version is left. Services send their own copies (`ServiceMirror`).
+one. So if a version arrives only in part, a complete version is left. Services, such as tables, send their own copies
+(`ServiceMirror`).
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class VersionSent(msgspec.Struct, array_like=True, tag=0):
 
     Attributes:
         number: The number of this version, which the mirror repeats in its acknowledgement.
-        unit: The unit. Its first round is the round of this version. If a second round is given, the mirror can still
-            use the previous version.
+        unit: Describes the unit. The first of its `rounds` is the round of this version. If `rounds` has a second
+            round, the mirror can still use the previous version.
         dtypes: Dtypes of values and state.
         data: Values and state if they are small, otherwise empty.
     """
@@ -68,7 +69,7 @@ class VersionsKept(msgspec.Struct, array_like=True, tag=1):
 
 
 class UnitsGone(msgspec.Struct, array_like=True, tag=2):
-    """Message: nobody will use these units again."""
+    """Message: these units will not be used again."""
 
     places: list[UnitPlace]
 
@@ -97,7 +98,7 @@ class MirroredUnit:
         self._spare: list[Array] = []
 
     def allocate(self, sent: VersionSent) -> list[Array]:
-        """Return memory for a version that is about to arrive: that of the older version, if it fits."""
+        """Return memory for a version that is about to arrive: the memory of the older version, if its size fits."""
         old, self._spare = self.versions.pop().arrays if len(self.versions) == VERSIONS else self._spare, []
         size = sent.unit.stop - sent.unit.start
         fits = [array.dtype.name for array in old] == sent.dtypes
@@ -114,10 +115,10 @@ class MirroredUnit:
 
 
 class MirroredUnits:
-    """The copies of units that one server keeps as the mirror of others. The copies outlive a generation.
+    """The copies of other servers' units that one server keeps as their mirror. The copies outlive a generation.
 
-    When a generation begins, the copies of the last generation stay until all servers have sent their units again.
-    Until then the units that were copied do not change.
+    When a generation begins, the copies of the last generation are kept until all servers have sent their units again.
+    Until then the units themselves do not change.
 
     Args:
         services: Name of a service -> the copies of the service.
@@ -128,7 +129,7 @@ class MirroredUnits:
         self.services = services or {}
 
     def of(self, place: UnitPlace) -> MirroredUnit:
-        """Return the copy of a unit, or a new empty copy."""
+        """Return the copy of a unit. If there is none, make an empty copy."""
         return self._copies.setdefault(place, MirroredUnit())
 
     def forget(self, places: Iterable[UnitPlace]) -> None:
@@ -137,7 +138,7 @@ class MirroredUnits:
             self._copies.pop(place, None)
 
     def begin(self, rounds: Mapping[int | str, int] | None) -> None:
-        """Begin a generation at these rounds of keys; None in an asynchronous store.
+        """Begin a generation at these rounds of keys. In an asynchronous store `rounds` is None.
 
         Drop versions of other rounds: if the store has gone back, they contain pushes that no longer count.
         """
@@ -154,7 +155,7 @@ class MirroredUnits:
             copies.drop_before(generation)
 
     def owners(self, before: Before | None, rank: int) -> list[OwnerInventory]:
-        """If a server has died, return the complete copies as one owner. `rank`: this server's former rank."""
+        """If a server has died, return one inventory of all complete copies. `rank` is this server's former rank."""
         if before is None or not before.lost_servers:
             return []
         units = []
@@ -165,7 +166,7 @@ class MirroredUnits:
         return [OwnerInventory(copies_of(rank), False, b"", units)] if units else []
 
     def arrays_of(self, index: int, before: bool) -> list[Array]:
-        """Return values and state of one of the units that `owners` lists.
+        """Return the values and optimizer state of one of the units that `owners` lists.
 
         Args:
             index: The index of the unit in that list.
@@ -213,7 +214,7 @@ class Mirror(UnitMirror):
         self._mirror = mirror_of(self._server, nodes)
         # servers whose mirror does not have all of their units yet
         self._unfilled = set(range(layout.num_servers))
-        # True once this server has told the others that its mirror has everything
+        # True once this server has told the other servers that its mirror has all of its units
         self._announced = False
         self._over = False
         self._due: deque[Unit] = deque()
@@ -237,7 +238,7 @@ class Mirror(UnitMirror):
         return not self._due and not self._under_way
 
     def changed(self, unit: Unit) -> None:
-        """Send a unit that has changed. The unit must not be written again until it is `mirrored`."""
+        """Send a unit that has changed. The unit must not be written again until `unit.mirrored` is True."""
         if self._mirror is not None and not self._over and self._latest.get(unit.number) != 0:
             unit.mirrored = False
             self._latest[unit.number] = 0
@@ -308,7 +309,7 @@ class Mirror(UnitMirror):
                 self._note_filled(server)
         return self._keep_whole() or worked
 
-    # ---- to the mirror
+    # ---- messages to the mirror
 
     def _send(self, unit: Unit) -> None:
         assert self._mirror is not None
@@ -337,7 +338,7 @@ class Mirror(UnitMirror):
                 continue
             self._nbytes -= sent.nbytes
             requests.keep_until_complete(sent.requests)
-            # Otherwise the unit has changed again, and waits until a later version is acknowledged.
+            # If the numbers differ, the unit has changed again. It then waits until the later version is acknowledged.
             if self._latest.get(sent.unit.number) == number:
                 del self._latest[sent.unit.number]
                 sent.unit.mirrored = True
@@ -348,7 +349,7 @@ class Mirror(UnitMirror):
         if not self._unfilled:
             self._copies.drop_before(self._generation)
 
-    # ---- from servers that this one mirrors
+    # ---- messages from servers that this one mirrors
 
     def _receive(self, server: int, sent: VersionSent) -> None:
         copy = self._copies.of((sent.unit.key, sent.unit.start, sent.unit.stop))

@@ -1,15 +1,15 @@
 """Plan a recovery: which pushes count, from which round each key continues, and which rank gives units to which server.
 
-Pure data and arithmetic. Every rank brings an `Inventory` of what it holds and can read. From the inventories of all
-ranks every rank computes the same plan: `choose_rounds`, then `make_plan`.
+Pure data and arithmetic. Every rank contributes an `Inventory`, a list of what it holds and can read. From the
+inventories of all ranks, every rank computes the same plan: `choose_rounds`, then `make_plan`.
 
-When a generation ends, a round may be complete for some keys and not for others. If possible, all keys are put back to
-one round. Then no push is lost and no push counts twice, because the training loop repeats the pushes after that round.
-The last push of a killed worker counts if its round was complete when the generation ended. Servers finish such rounds
-(`server.loop`), so that round is chosen.
+When a generation ends, a round may be complete for some keys and not for others. If possible, all keys are restored to
+one common round. Then no push is lost and no push counts twice, because the training loop repeats the pushes after that
+round. The last push of a killed worker counts if its round was complete when the generation ended. Servers finish such
+rounds (`server.loop`), so that round is chosen.
 
 In a store without servers all workers have the same sums. So every worker that has completed a round has the right
-values and state. The lowest such rank gives them to the other workers. A new worker gets everything.
+values and state. The lowest such rank sends them to the workers that lack them, such as new workers.
 
 An *owner* is whatever holds units: a server, a worker of a store without servers, or the copies that a server keeps as
 the mirror of others. A unit or key is *torn* if its values belong to no complete round.
@@ -41,7 +41,7 @@ from mpips.store.server.service import FoundService, ServicePlan
 from mpips.store.transport import frames
 from mpips.store.transport.frames import Change, Created, UnitCard, dtype_of
 
-# lost keys named in an error
+# maximum number of lost keys that an error message names
 SHOWN = 4
 
 
@@ -52,7 +52,8 @@ class UnitCopy(msgspec.Struct, array_like=True):
     """A unit in the memory of one owner: elements [start, stop) of a key, and the rounds at which they can be restored.
 
     Attributes:
-        rounds: Newest first. A torn replica lists the rounds that it holds, although they are not complete.
+        rounds: Newest first. A torn replica (a worker's copy of a key) also lists its rounds, although they are not
+            complete.
         torn: True if a change of the values was interrupted.
         states: Dtypes of the optimizer's state.
         pushes: In an asynchronous store: (contributor, number of its pushes in the unit).
@@ -75,7 +76,7 @@ class OwnerInventory(msgspec.Struct, array_like=True):
             owner of their own, with the number `copies_of(rank)`.
         live: True if the owner itself reports this. False if it is dead and another rank reads its memory.
         settings: See `encode_settings`.
-        changes: In a store without servers: the number of changes of settings that the owner has made.
+        changes: In a store without servers, the number of changes of settings that the owner has made.
     """
 
     owner: int
@@ -108,15 +109,16 @@ class KeyCard(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Inventory(msgspec.Struct, array_like=True):
-    """All that one rank brings into a recovery.
+    """Everything that one rank contributes to a recovery.
 
     Attributes:
-        owners: The units that this rank has, and those of dead servers that it can read.
+        owners: The inventory of this rank's own units, and those of dead servers whose memory it can read.
         mapped: Servers of the last generation whose memory this rank has mapped.
         keys: The keys that this rank knows; None unless it was a worker in the last generation.
         local: True unless this rank is a worker and some servers are on other nodes.
         shared_cores: True if processes of its node share cores.
-        known: Name of a service -> what this rank knows of the service, if it was a worker in the last generation.
+        known: Name of a service -> what this rank knows of the service; empty unless it was a worker in the last
+            generation.
         held: Name of a service -> what this rank can read of the service (`ServiceKind.describe`).
         changes: On a worker of a store with servers: the number of changes of settings that it has begun, the number of
             those that are complete, and the last change.
@@ -178,7 +180,7 @@ class UnitSlice(NamedTuple):
     Attributes:
         owner: The number of the owner.
         unit: The index of the unit in the owner's inventory.
-        before: True to take the elements of the round before the unit's newest.
+        before: True to take the elements as they were one round before the unit's newest round.
     """
 
     owner: int
@@ -230,7 +232,7 @@ class UnitPlan(NamedTuple):
     """A new unit, its server's rank, and where its values come from.
 
     Attributes:
-        adopted: True if the server has the whole unit already, so that the unit stays in its old memory.
+        adopted: True if the server has the whole unit already. The unit then stays in its old memory.
         pushes: In an asynchronous store: the number of each contributor's pushes that are in the unit.
     """
 
@@ -247,7 +249,7 @@ class ReplicaPlan(NamedTuple):
     """The plan for one key in a store without servers. Every worker has a replica of the key.
 
     Attributes:
-        root: The worker that gives the key to the others.
+        root: The worker that sends the key to the other workers.
         step: The optimizer's step; None if there is no state yet.
         states: Dtypes of the optimizer's state.
         holders: The workers that have the key at this round already.
@@ -264,7 +266,9 @@ class ReplicaPlan(NamedTuple):
 
 @dataclass
 class RecoveryPlan:
-    """The next generation, as computed from the inventories of all ranks. All ranks have the same plan except `rank`.
+    """The plan of the next generation, computed from the inventories of all ranks.
+
+    It is equal on all ranks except `rank`.
 
     Attributes:
         cards: The units of each server; `units` lists them in the same order.
@@ -308,7 +312,7 @@ class RecoveryPlan:
 
     @property
     def best_settings(self) -> OwnerInventory | None:
-        """The owner whose settings count: the one with the most changes; among equals, the one with the lowest rank."""
+        """The owner whose settings are used: the owner with the most changes, and among equals, the lowest rank."""
         own = [owner for inventory in self.inventories for owner in inventory.owners if not owner.is_mirror]
         return max(own, key=lambda owner: (owner.changes, -owner.owner), default=None)
 
@@ -321,7 +325,7 @@ class RecoveryPlan:
     def change(self) -> Change | None:
         """The last change of settings that was begun, if no worker knows that it is complete; otherwise None.
 
-        Servers repeat this change.
+        The servers make this change again.
         """
         begun, _, last = self._last_change()
         if not last or max(inventory.changes[1] for inventory in self.inventories) >= begun:
@@ -334,7 +338,7 @@ class RecoveryPlan:
         Also return the numbers of changes begun and made, and the last change, as in `Inventory.changes`.
 
         Args:
-            refusals: For each server, why it has refused the change, or "".
+            refusals: For each server, the reason why it has refused the change, or "".
 
         Raises:
             CollectiveError: Some servers have refused the change and others have not.
@@ -362,11 +366,12 @@ class RecoveryPlan:
 
 
 class ServerReady(msgspec.Struct, array_like=True):
-    """A server's message to all ranks once its units are filled. Ranks other than servers send an empty message.
+    """The message that a server sends to all ranks once its units are filled. Other ranks send an empty message.
 
     Attributes:
-        where: Where the server's units lie in its memory.
-        refusal: Why the server refuses the change of settings that the end of the last generation interrupted, or "".
+        where: The places of the server's units in its memory.
+        refusal: The reason why the server refuses the change of settings that the end of the last generation
+            interrupted, or "".
     """
 
     where: Created | None = None
@@ -391,12 +396,12 @@ def choose_rounds(
     replicas: bool = False,
     services: Collection[FoundService] = (),
 ) -> Choice:
-    """Choose the round of each key, and of each collection of a service, and from whose memory each key comes.
+    """Choose the round of each key and collection (such as a table), and the owners from which each key is taken.
 
     A key for which no complete round can be restored is marked as torn.
 
     Args:
-        replicas: True if the store has no servers. A torn replica then counts for no complete round.
+        replicas: True if the store has no servers. Torn replicas are then not used for complete rounds.
     """
     sizes = {card.name: prod(card.shape) for card in common_keys(inventories)}
     units = _old_units(sizes, [owner for inventory in inventories for owner in inventory.owners])
@@ -463,8 +468,8 @@ def _whole_rounds(size: int, units: Sequence[OldUnit]) -> list[int]:
     return [round_ for round_ in rounds if _cover(size, units, round_) is not None]
 
 
-# The order of preference between units; larger is better: (the owner lives, the owner is not a mirror, the number of
-# changes of settings that the owner has made, the round)
+# Of several units with the same elements, the one with the largest tuple is used: (the owner lives, the owner is not a
+# mirror, number of changes of settings that the owner has made, round).
 Preference = tuple[bool, bool, int, int]
 
 
@@ -510,7 +515,7 @@ def make_plan(
     lines: Sequence[Any] = (),
     services: Mapping[str, FoundService] | None = None,
 ) -> RecoveryPlan:
-    """Make the plan. LostError if a part of any key or collection is lost.
+    """Make the plan. Raise LostError if a part of any key or collection is lost.
 
     Args:
         inventories: The inventories of all ranks, in the order of ranks.
@@ -645,7 +650,7 @@ def _intervals_by_server(layout: Layout, chosen: KeyChoice) -> list[tuple[int, I
 
 
 def _keys_stay(layout: Layout, chosen: Mapping[Name, KeyChoice]) -> bool:
-    """True if each key stays on the servers with the same numbers as in the last generation.
+    """True if each key stays on servers with the same numbers as in the last generation.
 
     False if the number of servers has changed, or if a mirror's copy is used.
     """
@@ -661,10 +666,10 @@ def _keys_stay(layout: Layout, chosen: Mapping[Name, KeyChoice]) -> bool:
 def _count_pushes(
     layout: Layout, chosen: Mapping[Name, KeyChoice], owners: Mapping[int, OwnerInventory]
 ) -> dict[Name, list[int]]:
-    """For each key of an asynchronous store, return how many pushes of each worker, or of its client, count.
+    """For each key of an asynchronous store, return the number of pushes of each worker, or of its client, that count.
 
-    A push counts even if it has reached only some servers when the generation ended. A worker by which the store has
-    grown begins with the count of the slowest worker.
+    A push counts even if it has reached only some servers when the generation ended. An additional worker, which was
+    added when the store grew, begins with the count of the slowest worker.
     """
     before, counts = layout.before, {}
     assert before is not None

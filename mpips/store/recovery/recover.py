@@ -1,8 +1,8 @@
-"""`recover()`: how a store goes on after a failure or a death, and how a dead server's units come back.
+"""`recover()`: how a store continues after a failure or a death, and how a dead server's units are restored.
 
 The next generation begins with all ranks that are left, or not at all. An attempt to begin it has seven steps:
 
-    1 agree who is left         `renew`: all living ranks report that they go on, and get roles (`membership`)
+    1 agree who is left         `renew`: all living ranks report that they continue, and get roles (`membership`)
     2 gather inventories        `Member.take_inventory`: what this rank holds; all ranks exchange their inventories
     3 choose the round          `plan.choose_rounds`: one round for all keys, if it can be restored
     4 plan                      `plan.make_plan`: pure data, the same on every rank
@@ -12,19 +12,20 @@ The next generation begins with all ranks that are left, or not at all. An attem
 
 A *member* is one rank's part in a recovery: that of a server, a worker or a spare.
 
-A dead server's units come back as follows. All ranks of its node have its memory mapped, and a *ledger* in that memory
-says what lies where (`memory`). In step 2 the lowest rank that is left on the node brings an *inventory* of the dead
-server's units, with the rounds that their *undo copies* can restore. In step 4 the *plan* names that rank as the holder
-of these units, and assigns parts of them to the current servers. In step 5 a server that has the memory mapped copies
-its parts itself. The holder sends the parts of the other servers.
+A dead server's units are restored as follows. All ranks of its node have its memory mapped, and a *ledger* in that
+memory tells them where each unit is (`memory`). In step 2 the lowest rank that is left on the node brings an
+*inventory* of the dead server's units, with the rounds that their *undo copies* can restore. In step 4 the *plan* names
+that rank as the holder of these units, and assigns parts of them to the current servers. In step 5 a server that has
+the memory mapped copies its parts itself. The holder sends the parts of the other servers.
 
 If the whole node is lost, the copies of its *mirror* are used instead (`mirror`). In a store without servers every
-worker has everything, and one worker gives it to the workers that lack it (`ReplicaPlan`). A *service*, such as tables,
-takes part in steps 2 to 5 through its `ServiceKind`. This module cannot read what a service holds and plans.
+worker has all keys, and one worker sends them to the workers that lack them (`ReplicaPlan`). A *service*, such as
+tables, takes part in steps 2 to 5 through its `ServiceKind`. This module cannot decode the inventory and the plan of a
+service.
 
-A process may die at any moment. It may die while the others make new communicators, which blocks inside MPI. So a
-thread watches for deaths during that time (`collectives.fabric.failure.CommCreationGuard`). At the end MPI's uniform
-agreement gives all ranks the same answer to the question whether all ranks have finished.
+A process may die at any moment. It may die while other ranks make new communicators, and these ranks then block inside
+MPI. So a thread watches for deaths during that time (`collectives.fabric.failure.CommCreationGuard`). At the end all
+ranks learn by MPI's uniform agreement whether all of them have finished, and all get the same answer.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ def _gather(generation: Generation, own: T, kind: type[T]) -> list[T]:
 
 
 def _find_services(layout: Layout, inventories: Sequence[Inventory]) -> dict[str, FoundService]:
-    """Find out what all ranks together hold of each service that some worker knows."""
+    """Combine the inventories of all ranks for each service that some worker knows."""
     services = {}
     for kind in KINDS:
         if any(kind.name in inventory.known for inventory in inventories):
@@ -152,7 +153,7 @@ def _find_services(layout: Layout, inventories: Sequence[Inventory]) -> dict[str
 
 
 def former_rank(layout: Layout) -> int:
-    """Return this process' rank in the last generation, or -1 if it was neither worker nor server."""
+    """Return this process's rank in the last generation, or -1 if it was neither a worker nor a server."""
     before = layout.before
     if before is None:
         return layout.rank
@@ -215,7 +216,7 @@ def _begin_with_all(generation: Generation, rebuild: Callable[[], T]) -> list[T]
 
 
 def _begin_with_survivors(generation: Generation, rebuild: Callable[[], T], grow: bool) -> list[T]:
-    """Begin the generation with the ranks that live. Return the result of `rebuild` in a list; [] to try again.
+    """Begin the generation with the living ranks. Return the result of `rebuild` in a list, or [] to try again.
 
     If a process dies during the attempt, every other rank gets an error sooner or later, and all must try again. If a
     rank raises although nobody has died, all ranks raise. The old state stays until all ranks have finished the
@@ -227,8 +228,8 @@ def _begin_with_survivors(generation: Generation, rebuild: Callable[[], T], grow
     left = old.world.Shrink()
     assert isinstance(left, MPI.Intracomm)
     with suppress(MPI.Exception):
-        # When this call returns, all ranks have made `left`. `CommCreationGuard` must not revoke `left` earlier: Open
-        # MPI crashes if a communicator is revoked while other ranks are still making it.
+        # When this call returns, all ranks have made the communicator `left`. `CommCreationGuard` must not revoke
+        # `left` earlier: Open MPI crashes if a communicator is revoked while other ranks are still making it.
         old.world.Agree(DONE)
     results: list[T] = []
     verdict, raised = DONE, None
@@ -238,15 +239,15 @@ def _begin_with_survivors(generation: Generation, rebuild: Callable[[], T], grow
             generation.advance()
             with generation.failing(WHAT):
                 results.append(rebuild())
-        # A process died after this rank's last step, but perhaps during the last step of another rank. So no result of
-        # this attempt can be used.
+        # A process has died after this rank's last step. Another rank may not have finished its last step by then, so
+        # discard this attempt.
         if making.broken:
             verdict = DIED
     except Exception as error:
         raised = error
         verdict = DIED if not isinstance(error, LostError) and find_deaths(left) else FAILED
-    # Ranks first wait for each other outside of MPI. If they waited long in the agreement instead, and a rank died
-    # there, Open MPI 5.0.11 might never let another rank out of the agreement.
+    # The ranks first wait for each other outside of MPI. If they waited long inside the agreement, and a rank died
+    # meanwhile, other ranks might never return from the agreement (Open MPI 5.0.11).
     barrier.wait_until_all_have_tried()
     try:
         verdict = left.Agree(verdict)
@@ -300,7 +301,7 @@ class Member(Generic[T]):
         memory: The memory of the servers on this node, which outlives the servers.
     """
 
-    # where this rank's own ledger lies, if the rank is a server with a ledger
+    # the place of this rank's own ledger, if the rank is a server with a ledger
     ledger: Region | None = None
 
     def __init__(self, layout: Layout, generation: Generation, memory: NodeMemory | None = None) -> None:
@@ -347,7 +348,7 @@ class Member(Generic[T]):
         return OldMemory(layout.before, former_rank(layout), lambda rank: old.service_of(rank, name, number), described)
 
     def move(self, plan: RecoveryPlan) -> ServerReady:
-        """Do step 5 on this rank: send old values to the servers that need them, and receive what this rank needs.
+        """Do step 5 on this rank: send old values to the servers that need them, and receive the values that it needs.
 
         Collective, blocking. Return this rank's message about its new units. Only a server's message has content.
         """
@@ -371,7 +372,8 @@ class Member(Generic[T]):
         """Send old values to the servers that need them. On a server, also fill its new units and services.
 
         Collective, blocking. Old values are those of the last generation. This rank can read old values in its own
-        memory, and in the memory of other servers of its node, even of dead ones. The plan says which this rank sends.
+        memory, and in the memory of other servers of its node, even of dead ones. The plan says which of them this rank
+        sends.
 
         Args:
             plan: The plan of the recovery, which is the same on every rank.
@@ -408,7 +410,7 @@ class Member(Generic[T]):
         raise NotImplementedError
 
     def commit(self) -> None:
-        """Drop what was kept for a further attempt, because the generation has begun. Local."""
+        """Free the old state, which was kept for a further attempt. Called when the generation has begun. Local."""
         if self.layout.num_servers:
             self.memory = self.new_memory
         self._last.forget()
@@ -472,7 +474,7 @@ class UnitMover:
         self._requests: list[MPI.Request] = []
         # bytes that this rank sends and receives
         self.nbytes = 0
-        # (plan, new unit, for each source the arrays of the optimizer's state)
+        # (plan, new unit, a list with the arrays of the optimizer's state from each source)
         self._filled: list[tuple[UnitPlan, Unit, list[list[Array]]]] = []
         self._send(layout.rank)
         own = [planned for planned in plan.units if planned.server == layout.rank]
@@ -487,7 +489,7 @@ class UnitMover:
         return MPI.Request.Testall(self._requests)
 
     def finish(self) -> None:
-        """Let the new units begin at their rounds. All messages must have arrived."""
+        """Set the round of each new unit. All messages must have arrived."""
         for planned, unit, states in self._filled:
             steps = [_step(self._plan, source) for source in planned.sources]
             state, step = _join_states(unit, planned.sources, states, steps)
@@ -545,9 +547,9 @@ def _adopt(plan: UnitPlan, old: Unit, unit: Unit) -> None:
 def _join_states(
     unit: Unit, sources: Sequence[UnitSource], states: Sequence[list[Array]], steps: Sequence[int | None]
 ) -> tuple[list[Array] | None, int]:
-    """Join the optimizer's state of all sources. Return the state and its step; (None, 0) if there is no state.
+    """Join the optimizer's state of all sources. Return (state, step), or (None, 0) if there is no state.
 
-    If some slices have state and others do not, those without begin with a fresh state.
+    If some slices have state and others do not, those without state get fresh state.
     """
     known = [step for step in steps if step is not None]
     if not known or unit.optimizer is None:
@@ -566,5 +568,5 @@ def _join_states(
 
 
 def _step(plan: RecoveryPlan, source: UnitSource) -> int | None:
-    """Return the optimizer's step of a source's old unit at the round that the plan takes."""
+    """Return the optimizer's step of a source's old unit at the round that the plan has chosen."""
     return plan.copy_of(source).rounds[int(source.slice.before)].step

@@ -11,7 +11,7 @@ to MARK, and of the original elements after MARK, which have not changed yet. On
 and the previous one can be restored, until the next round is opened. To undo a closed round, decrease CLOSED by 1: the
 round then counts as open.
 
-Everything lies in memory that outlives the process. A process that reads the memory later sees all writes in their
+All of this is in memory that outlives the process. A process that reads the memory later sees all writes in their
 order, because a single process has made them.
 
 `UndoWords` is the part that is common to all undo copies. `Undo` is the undo copy of a unit. Its pieces are blocks,
@@ -36,7 +36,7 @@ Words = MutableSequence[int] | memoryview
 # CLOSED: the last complete round.
 # OPENED: the round that is being written; equal to CLOSED if no round is open.
 # WHOLE: 1 if the copies are complete, so that the round before CLOSED can be restored.
-# MARK: number of elements or rows that are copied.
+# MARK: number of elements or rows whose old content has been copied.
 CLOSED, OPENED, WHOLE, MARK = range(4)
 # Further words of a unit's undo copy:
 # BY_ROWS: 1 if only single rows are copied.
@@ -86,7 +86,7 @@ class UndoWords(Generic[Available]):
     words: Words
 
     def _available(self, round_: int, before: bool) -> Available:
-        """Return the record of a round. `before`: it is the round before the one that was opened last."""
+        """Return the record of the round that was opened last, or if `before`, of the round before it."""
         raise NotImplementedError
 
     def undo(self) -> bool:
@@ -141,7 +141,7 @@ class Undo(UndoWords[AvailableRound]):
 
     @property
     def torn(self) -> bool:
-        """True if something other than a push was overwriting values."""
+        """True if something other than a push was overwriting the values, and has not finished."""
         return bool(self.words[TORN])
 
     @property
@@ -158,11 +158,12 @@ class Undo(UndoWords[AvailableRound]):
         words[MARK] = 0
         words[BY_ROWS] = 0
         words[STEP_BEFORE] = words[STEP]
-        # This comes last: a process that sees an open round must find MARK at 0 and the step of the previous round.
+        # Write this word last: a process that sees an open round must also see MARK at 0 and the step of the previous
+        # round.
         words[OPENED] = words[CLOSED] + 1
 
     def note_pushes(self, counts: Sequence[int]) -> None:
-        """Note how many pushes of each contributor will be in the unit after the update that is about to be opened."""
+        """Note for each contributor the number of its pushes that the unit contains after the coming update."""
         first = PUSHES + (self.words[CLOSED] + 1) % 2 * len(counts)
         self.words[first : first + len(counts)] = words_in.array("L", counts)  # type: ignore[assignment, index]
 
@@ -184,11 +185,11 @@ class Undo(UndoWords[AvailableRound]):
         self.words[MARK] = len(rows)
 
     def close(self, step: int | None) -> None:
-        """Close the round. `step`: the optimizer's step, or None if there is no state."""
+        """Close the round. `step` is the optimizer's step, or None if there is no state."""
         words = self.words
         words[STEP] = 0 if step is None else 1 + step
         words[WHOLE] = 1
-        # This comes last: it makes the round complete.
+        # Write this word last, because it makes the round complete.
         words[CLOSED] = words[OPENED]
 
     def undo(self) -> bool:
@@ -200,14 +201,14 @@ class Undo(UndoWords[AvailableRound]):
         words[WHOLE] = 0
         words[MARK] = 0
         words[STEP] = words[STEP_BEFORE]
-        # This comes last: if this process is killed before, another one can repeat all of the above.
+        # Write this word last. If this process is killed earlier, another process can repeat all of the above.
         words[OPENED] = words[CLOSED]
         return True
 
     # ---- other changes
 
     def note_overwrite(self, torn: bool) -> None:
-        """Note that values are about to be replaced other than by a push (`torn`), or have been (not `torn`).
+        """Note that something other than a push is about to replace values (`torn`), or has finished (not `torn`).
 
         After that the round before can no longer be restored.
         """
@@ -215,7 +216,7 @@ class Undo(UndoWords[AvailableRound]):
         self.words[TORN] = torn
 
     def note_state(self, step: int | None) -> None:
-        """Note that the optimizer's state was replaced. `step` None: there is no state, or it is about to change.
+        """Note that the optimizer's state was replaced. If `step` is None, there is no state, or it is about to change.
 
         After that the round before can no longer be restored.
         """
@@ -287,7 +288,7 @@ def words_of(contributors: int) -> int:
 def new(stored: Array, row_elements: int, states: Sequence[np.dtype], words: Words) -> Undo:
     """Make an undo copy of a unit with these values, at round 0.
 
-    The undo copy has memory for an optimizer's state of these dtypes, but no state yet. `words` must be zeros.
+    The undo copy has memory for an optimizer's state of these dtypes, but no state yet. All `words` must be 0.
     """
     count = stored.size // row_elements if row_elements >= SPARSE_ROW else 0
     rows = arena.empty(count, np.int64) if count else None

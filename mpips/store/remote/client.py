@@ -8,7 +8,8 @@ together. Between nodes the client handles a key piece by piece, so that these s
 If a client of a synchronous store is on one node with all servers, each member pulls by reading the servers' memory.
 
 Small keys of one list travel as one vector (`VectorMemory`), because the cost of a collective of a small key is mostly
-latency (as MG-WFBP merges gradients, section 4). Servers and optimizers still see every key by itself.
+latency (MG-WFBP, section 4, merges small gradients for the same reason). Servers and optimizers still see every key by
+itself.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ from mpips.store.roles import Layout
 
 
 class SingleWorker(RowTransfers):
-    """The pushes and pulls of a worker that is not in a client. `one_node`: all workers and servers share a node."""
+    """The pushes and pulls of a worker that is not in a client.
+
+    `one_node`: True if all workers and servers share a node.
+    """
 
     def __init__(self, layout: Layout, push: Push, pull: Pull, one_node: bool) -> None:
         super().__init__(layout, push, pull, None)
@@ -140,7 +144,7 @@ class Client(RowTransfers):
     # ---- lists
 
     def push(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task[None]:
-        """Push keys in this order. Small keys of one dtype go as one vector."""
+        """Push keys in this order. Small keys of one dtype travel as one vector."""
         for chosen in self._steps(keys):
             if len(chosen) > 1:
                 yield from self._push_vector([keys[i] for i in chosen], [flats[i] for i in chosen], priority)
@@ -162,7 +166,7 @@ class Client(RowTransfers):
                 yield from self._pull_vector([keys[i] for i in chosen], [outs[i] for i in chosen])
 
     def _read_directly(self, keys: Sequence[Key], outs: Sequence[Array]) -> list[Task[None]]:
-        """Pull keys one by one until one would have to wait. Return tasks for that key and all later ones."""
+        """Pull keys one by one until a pull would have to wait. Return tasks for that key and all later keys."""
         left: list[Task[None]] = []
         for key, out in zip(keys, outs, strict=True):
             task = self._pull.pull_part(key, out, key.shards) if left or key.fast is None else key.fast.pull(out)
@@ -197,7 +201,7 @@ class Client(RowTransfers):
         return steps(keys)
 
     def _push_vector(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task[None]:
-        """Push keys of one dtype. The members sum them as one vector."""
+        """Push keys of one dtype. The members sum their arrays as one vector."""
         vector, total, parts = self._vectors.lay(flats)
         for key in keys:
             key.round += 1
@@ -213,7 +217,7 @@ class Client(RowTransfers):
             )
 
     def _pull_vector(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[None]:
-        """Read keys of one dtype. Rank 0 broadcasts them as one vector."""
+        """Read keys of one dtype. Rank 0 broadcasts their values as one vector."""
         vector, _, slices = self._vectors.room(outs)
         call = self._call(label("pull", keys))
         if self._rank == 0:
@@ -224,8 +228,8 @@ class Client(RowTransfers):
             out[...] = vector[each]
 
 
-# Has the key a fast path? -> the most bytes of a key that travels in a vector. A longer key goes alone, because copying
-# it into the vector takes as long as the vector saves.
+# True or False, for keys with or without a fast path -> the largest size in bytes of a key that travels in a vector. A
+# longer key travels alone, because a copy into the vector takes as much time as the vector saves.
 SMALL_BYTES = {True: 1 << 14, False: 1 << 16}
 # the largest size of a vector, in bytes
 MOST_BYTES = 1 << 20

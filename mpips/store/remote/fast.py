@@ -2,9 +2,9 @@
 
 The fast path is a short-cut of the general path (`transfers.Push` and `transfers.Pull`). It handles keys whose servers
 are all on this node and whose pushes are not compressed, while no other operation is running. So it needs no task, no
-messages and no compressor. The docstring of `worker.route` tells how much time it saves.
+messages and no compressor. The docstring of `worker.route` says how much time this saves.
 
-A call of the fast path waits only for a moment. If it can finish in that time, it returns None. Otherwise it returns a
+A call of the fast path waits only for a moment. If it finishes in that time, it returns None. Otherwise it returns a
 task of the general path that does the rest (`SlowPath`).
 
 A server keeps *words* (counters) in memory that workers of its node read: word 0 counts the blocks that it has summed,
@@ -35,7 +35,7 @@ YIELDS = 500
 
 
 def spin_until(words: memoryview, word: int, count: int) -> bool:
-    """Spin until a server's counter `words[word]` has reached `count`. Return False if YIELDS tries were not enough."""
+    """Poll a server's counter `words[word]` until it has reached `count`. Return False after YIELDS polls in vain."""
     for _ in range(YIELDS):
         if words[word] >= count:
             return True
@@ -184,7 +184,7 @@ class OneBlockAsync(OneBlock):
     __slots__ = ()
 
     def post(self, array: Array, priority: int) -> Task[None] | None:
-        # Only the server can be late, because it waits for no other worker. So a short wait is mostly enough.
+        # The server waits for no other worker before it reads this push. So a short wait is mostly enough.
         spin_until(self._words, self._mine, self._key.round)
         return super().post(array, priority)
 
@@ -349,7 +349,7 @@ def in_client(
 ) -> Fast | None:
     """Return the key's fast path on a member of a client, or None if the key has no fast path.
 
-    `slow` makes a push by the general path.
+    `slow` pushes a key by the general path.
     """
     if layout.options.masters != "one" or not key.size:
         return None

@@ -2,8 +2,8 @@
 
 A *line* is the connection to one server. It carries *frames*, small messages of fixed layout. A *shard* is the part of
 a key on one server, and a *unit* is the server's name for it. A push to another node is a frame and a *payload*, which
-is the data. To limit the memory that servers need, a worker sends only a limited number of bytes at once, and waits
-with other payloads until a server asks for them.
+is the data. To limit the memory that servers need, a worker may send only a limited number of bytes unasked. It sends
+other payloads when the server asks for them.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ LOOK_SECONDS = 1e-4
 class ServerLink:
     """The lines to all servers of one store, and the keys that these servers store. Used by one thread at a time.
 
-    Tasks of the store do not read the servers' messages themselves. Whoever runs a task calls `listen` before each step
-    of it.
+    Tasks of the store do not read the servers' messages themselves. The code that runs a task calls `listen` before
+    each step.
     """
 
     def __init__(self, layout: Layout, lines: list[Line]) -> None:
@@ -47,8 +47,8 @@ class ServerLink:
         self._keys: dict[Name, Key] = {}
         self._shards: dict[int, Shard] = {}
         self._tokens = 0
-        # Outboxes that this worker is filling, with their values. An outbox is added before its server learns of it,
-        # and removed once it is full.
+        # Outboxes (shared memory for pushes) that this worker is filling, with their values. An outbox is added before
+        # its server is told of it, and removed once it is full.
         self.filling: Grows = []
         self._connect(lines)
 
@@ -83,7 +83,9 @@ class ServerLink:
             self._count(key, shard, -1)
 
     def from_own_server(self, shards: Iterable[Shard]) -> list[Shard]:
-        """Sort shards so that each worker begins with another server. So workers do not all load the same link first.
+        """Sort shards so that each worker begins with a different server.
+
+        So not all workers use the link of the same server first.
 
         The shards of one server keep their order, because the server can answer the first shard once all workers have
         sent that shard.
@@ -112,7 +114,8 @@ class ServerLink:
 
     def listen(self) -> None:
         """Read and handle messages from servers. Does not block."""
-        # Ask MPI once for all servers of other nodes, because asking costs as much as everything else in this function.
+        # Ask MPI only once for the servers of all other nodes, because this question takes as long as the rest of the
+        # function.
         heard = not self.all_local and any_waiting(self._distant)
         for line in self.lines:
             if (heard or line.local) and line.waiting():
@@ -150,7 +153,7 @@ class ServerLink:
         Args:
             body: The encoded request, with data in front of it. If it is an array in memory that the node shares, it is
                 not copied.
-            data_bytes: The size of that data.
+            data_bytes: The size of the data in front of the request.
         """
         self._tokens += 1
         self.lines[server].post_body(body, Op.CONTROL, token=self._tokens, aux=data_bytes)
@@ -193,7 +196,10 @@ class ServerLink:
         shard.stored[...] = values
 
     def in_window(self, tasks: Iterable[tuple[Task[Any], int]]) -> Task[None]:
-        """Run tasks, given as (task, bytes). Several run at once if their bytes together stay below the limit."""
+        """Run `tasks`, pairs of a task and its bytes.
+
+        Several run at once if their bytes together stay below the limit.
+        """
         waiting = iter(tasks)
         room = self._layout.options.chunks_in_flight * self._layout.options.chunk_bytes
         running: deque[tuple[Task[Any], int]] = deque()
@@ -215,7 +221,7 @@ class ServerLink:
                 yield len(running) < before
 
     def goodbye(self) -> None:
-        """Tell all servers that this worker has finished. Does not wait."""
+        """Tell all servers that this worker has finished. Does not wait for answers."""
         for line in self.lines:
             line.post(Op.BYE)
         for distant in self._distant:
@@ -251,7 +257,7 @@ def _lent(keys: Iterable[Key]) -> bool:
 
 # the round of a payload, and its first element in the key
 Place = tuple[int, int]
-# The extra cost of a payload to a server, in bytes. It is added to the payload's size.
+# Bytes that are added to the size of each payload, for the server's cost of handling one more payload.
 FRAME_COST = 2048
 
 
@@ -332,7 +338,7 @@ class Sender:
         yield from exchange.wait()
 
     def _turn(self, key: Key, shard: Shard, data: Array, round_: int) -> Task[None]:
-        """Wait until the server has room, or has read all earlier payloads of the key (see `UnreadPayloads`).
+        """Wait until the server has room, or until it has read all earlier payloads of the key (see `UnreadPayloads`).
 
         So the server finishes the shards of a key one after another, and answers a shard while later ones arrive.
         """

@@ -1,8 +1,8 @@
 """Collectives among the members of a client (a group of workers that sum before they push), for one call at a time.
 
 On one node the members use `collectives`, which raises MismatchError on all of them if their calls differ. Between
-nodes each member sends the name of its call to all others together with its data. A member pushes to the servers only
-after it has received the same name from all others.
+nodes each member sends the name of its call, together with its data, to all other members. A member pushes to the
+servers only after it has received the same name from all of them.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class ClientCall:
         return task
 
     def agreed(self) -> Task[None]:
-        """Wait until all members are known to make this call. On one node the collective itself checks that."""
+        """Wait until it is known that all members make this call. On one node the collective itself checks this."""
         yield from ()
 
     def met(self) -> Task[None]:
@@ -151,7 +151,7 @@ class CallBetweenNodes(ClientCall):
             yield False
 
     def met(self) -> Task[None]:
-        """Wait until all members have come to this call. Each sends the call's name at the beginning of `run`."""
+        """Wait until all members have begun this call. At the beginning of `run` each member sends the call's name."""
         return self.agreed()
 
     def _look(self) -> bool:
@@ -161,7 +161,7 @@ class CallBetweenNodes(ClientCall):
             return True
         left = exchange.pending()
         for rank, request in zip(self._others, self._receives, strict=True):
-            # A null request has completed, so the name that the member has sent has arrived.
+            # A null request is a completed one: the member's name for this call has arrived.
             if not request and not np.array_equal(self._theirs[rank], self._mine):
                 first = self._members.first
                 calls = {self._members.rank: self._mine, rank: self._theirs[rank]}

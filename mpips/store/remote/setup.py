@@ -1,8 +1,8 @@
 """Make, forget and recover keys on all workers and servers.
 
-Rank 0 sends the requests to the servers. The other workers wait for rank 0 in one rendezvous, which also tells them
-where the keys' memory is. A key exists once the rendezvous is over on all workers. If the generation ends before that,
-the next generation begins without the key. (A generation is the life of a store between two failures.)
+Rank 0 sends the requests to the servers. The other workers wait for rank 0 in a rendezvous. There rank 0 also tells
+them where the keys' memory is. A key exists once the rendezvous is over on all workers. If the generation ends before
+that, the next generation begins without the key. (A generation is the life of a store between two failures.)
 
 Servers store a key in *units*. Each unit is one shard of the key, with a number of its own.
 """
@@ -38,7 +38,7 @@ class Setup:
         self._link = link
         self.cutting = Cutting(layout, True, False)
         self.keys: dict[Name, Key] = {}
-        # keys that the workers are forgetting; some servers may have forgotten them already
+        # keys that are being removed; some servers may have removed them already
         self._going: set[Name] = set()
 
     def at_rank_0(self, do: Callable[[], Task[bytes]], what: str) -> Task[bytes]:
@@ -73,7 +73,10 @@ class Setup:
         return b""
 
     def _surely(self, server: int, request: msgspec.Struct) -> Task[Any]:
-        """Send a request to a server after another server has accepted it. Raise CollectiveError on a refusal."""
+        """Send a request to a server after another server has accepted it.
+
+        Raise CollectiveError if this server refuses.
+        """
         try:
             return (yield from self._link.request(server, request))
         except ValueError as error:

@@ -1,10 +1,11 @@
 """Row-sparse pushes and pulls in a store with servers: only the rows that the call names are moved.
 
-If pushes are compressed, or a key's shards cut rows in two, the whole key is moved instead.
+If pushes are compressed, or if shards of a key begin or end within a row, the whole key is moved instead.
 
-The members of a client first give each other their rows. Then each member pushes the sum to the shards that it
-contributes to. Each member pulls separately, because the members mostly want different rows. A worker reads rows from
-the memory of a server on its node. To a server of another node it sends the row numbers, and the server sends the rows.
+The members of a client (workers that push as a group) first exchange their rows. Then each member pushes the sum to the
+shards that it contributes to. Each member pulls separately, because the members mostly want different rows. A worker
+reads rows from the memory of a server on its node. To a server of another node it sends the row numbers, and the server
+sends the rows.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class RowTransfers:
 
     def push_rows(self, key: Key, rows: RowSparse, priority: int) -> Task[None]:
         """Contribute rows to the key's next round."""
-        # Either all members of a client make an empty push or none does. So an empty push needs no collective.
+        # Either all members of a client make an empty push, or no member does. So an empty push needs no collective.
         nothing = isinstance(rows, EmptyPush)
         if not nothing and (self._push.residuals is not None or not whole(key)):
             yield from self.push([key], [rows.to_dense().reshape(-1)], priority)

@@ -50,7 +50,7 @@ class ServerSettings:
         self._push = push
         self._rank = layout.rank
         self._asynchronous = layout.asynchronous
-        # True if servers can apply pushes of every key: in a synchronous store, or with an optimizer for all keys
+        # True if servers can apply pushes of every key, because the store is synchronous or all keys have an optimizer
         self._all = not self._asynchronous
         # keys that have an optimizer of their own
         self._own: set[Name] = set()
@@ -242,7 +242,7 @@ def _names(keys: Sequence[Name] | None) -> list[Name] | None:
 
 
 def _nbytes(key: Key, shard: Shard) -> int:
-    """Estimate the bytes of a unit's state: two arrays, as most optimizers have."""
+    """Estimate the bytes of a unit's optimizer state. The estimate is two arrays, because most optimizers have two."""
     return 2 * (shard.stop - shard.start) * key.dtype.itemsize
 
 

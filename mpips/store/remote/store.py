@@ -50,7 +50,8 @@ class RemoteStore(Member[Recovered]):
 
     Args:
         cores_shared: True if processes of the store share cores.
-        memory: The memory of other ranks that this rank kept mapped while it was a spare, or None if it was none.
+        memory: The memory of other ranks that this rank kept mapped while it was a spare, or None if it was not a
+            spare.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class RemoteStore(Member[Recovered]):
         self._setup.cutting = Cutting(self.layout, self.one_node, side_by_side)
 
     def _serve(self, near: Sequence[bool]) -> None:
-        """Make the objects that live as long as one generation.
+        """Make the objects that belong to a single generation.
 
         Args:
             near: For each worker, True if all servers are on its node.
@@ -107,7 +108,7 @@ class RemoteStore(Member[Recovered]):
 
     @property
     def quick_list(self) -> FastList | None:
-        """None, because the keys of a list go one by one. See `Backend`."""
+        """None, because the keys of a list are transferred one by one. See `Backend`."""
         return None
 
     # ---- keys
@@ -225,7 +226,10 @@ class RemoteStore(Member[Recovered]):
         self._carry_over.forget()
 
     def open_store(self, request: frames.OpenStore) -> Task[None]:
-        """Ask all servers to take part in making another store. All workers do so before they make that store."""
+        """Ask all servers to take part in the creation of another store.
+
+        All workers do this before they create that store.
+        """
         for server in range(self.layout.num_servers):
             yield from self._link.request(server, request)
 

@@ -1,12 +1,12 @@
 """Push a worker's keys to the servers and pull them back, as tasks that yield while they wait.
 
-The part of a key that lies on one server is called a *shard* by workers and a *unit* by the server. A *frame* is a
-small message of fixed layout.
+The part of a key on one server is called a *shard* by workers, and a *unit* by the server. A *frame* is a small message
+of fixed layout.
 
-If worker and server are on the same node, the data lies in memory that both share:
+If worker and server are on the same node, the data is in memory that both share:
 
-- A push is a frame that tells the server where the data lies. An array that the caller has made by `mpips.empty` lies
-  in shared memory, and the server reads the array itself. The data of other arrays, and of small ones, is first copied
+- A push is a frame that tells the server where the data is. An array that the caller has made by `mpips.empty` is in
+  shared memory, and the server reads the array itself. The data of other arrays, and of small ones, is first copied
   into the shard's *outbox*, a shared buffer, block by block. The server reads each block while the worker copies the
   next block.
 - A pull in a synchronous store copies each block from the server's memory once the server has finished that block.
@@ -41,7 +41,7 @@ from mpips.store.transport.pending import MessageGroup
 class Push:
     """The pushes of one worker to servers.
 
-    The methods return tasks. Whoever runs a task also handles messages from servers between its steps
+    The methods return tasks. The code that runs a task also handles messages from servers between its steps
     (`Operations.hearing`). `residuals` holds the parts of gradients that compression has held back, by shard number. It
     is None if pushes are not compressed.
     """
@@ -137,7 +137,8 @@ class Push:
         if not shard.local:
             yield from self._link.sender.send(key, shard, payload, round_, priority, coding)
             return
-        # Keep the payload until the next push, which first waits until the server has read this one.
+        # Keep the payload until the next push, because the server may read it until then. The next push waits for the
+        # server.
         shard.kept = payload
         if not arena.locate(payload):
             shard.kept = arena.empty(payload.size, np.uint8)
@@ -197,9 +198,11 @@ Part = tuple[Shard, NDArray[np.int64] | None, Array]
 
 
 def snapshot(words: memoryview, stored: Array, out: Array) -> bool:
-    """Copy a unit of an asynchronous store without asking its server. Return False if updates disturb TRIES attempts.
+    """Copy a unit of an asynchronous store without asking its server.
 
-    `words[0]` is odd while the server writes an update, and larger after the update than before.
+    Return False if updates have disturbed TRIES copies.
+
+    `words[0]` is odd while the server writes an update. Each update increases it.
     """
     for _ in range(TRIES):
         before = words[0]
@@ -214,7 +217,7 @@ def snapshot(words: memoryview, stored: Array, out: Array) -> bool:
 class Pull:
     """One worker's reads from servers.
 
-    The methods return tasks. Whoever runs a task also handles messages from servers between its steps
+    The methods return tasks. The code that runs a task also handles messages from servers between its steps
     (`Operations.hearing`).
     """
 
@@ -317,7 +320,7 @@ class Pull:
         shard.line.post(Op.HOLD, shard.number, pushes)
 
     def ask(self, key: Key, parts: Sequence[Part], asked: bool = False) -> Task[None]:
-        """Read shards or rows after this worker's pushes.
+        """Read shards or rows, so that they contain this worker's earlier pushes.
 
         A worker reads the memory of servers on its node, and receives messages from other servers. In an asynchronous
         store a server on this node first has to grant the read, so that its memory does not change meanwhile.
@@ -376,7 +379,10 @@ class Pull:
                 yield went_on
 
     def _between_updates(self, key: Key, out: Array, shards: Sequence[Shard]) -> Task[Sequence[Shard]]:
-        """Read the units on this node that have one block, after this worker's pushes. Return the shards not read."""
+        """Read the units on this node that have one block, after this worker's pushes.
+
+        Return the shards that were not read.
+        """
         left = []
         for shard in shards:
             if not shard.local or shard.blocks > 1:
@@ -389,7 +395,10 @@ class Pull:
         return left
 
     def _take(self, key: Key, shard: Shard, rows: NDArray[np.int64] | None, out: Array) -> bool:
-        """Copy a shard, or some of its rows, from the memory of a server on this node. Return False if not ready."""
+        """Copy a shard, or some of its rows, from the memory of a server on this node.
+
+        Return False if it is not ready.
+        """
         ready = shard.granted if self._asynchronous else shard.words[0] >= key.round * shard.blocks
         if ready:
             assert shard.stored is not None

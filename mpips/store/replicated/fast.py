@@ -28,13 +28,16 @@ from mpips.store.runtime.generation import Generation
 def flat(array: Array) -> Array:
     """Return a 1-D view of the array, or the array itself if it is 1-D.
 
-    Collectives cache their plans by the identity of arrays, so a 1-D array must not be replaced by a new view.
+    Collectives find a cached plan by the identity of the array, so a 1-D array must not be replaced by a new view.
     """
     return array if array.ndim == 1 else array.reshape(-1)
 
 
 class ReplicaFastPath:
-    """The fast path of one key (`keys.key.Fast`). Each call finishes before it returns, so it returns no task."""
+    """The fast path of one key (`keys.key.Fast`).
+
+    Each call finishes its work before it returns, so it never returns a task.
+    """
 
     __slots__ = ("_flag", "_generation", "_label", "_replica", "_sums")
     lists = False
@@ -138,10 +141,10 @@ def blocks_of(replicas: Sequence[Replica]) -> Blocks:
 
 
 def take_from(replicas: Sequence[Replica], outs: Sequence[Array], blocks: Blocks) -> None:
-    """Complete a round of each replica, and leave its new value in its array of `outs`.
+    """Complete a round of each replica, and leave its new value in the array of `outs` for this replica.
 
-    A replica's sum is in its array of `outs`. If `blocks` has memory for this worker's block of the sum, the block is
-    also there, and the replica's value is left spread (see `replica`).
+    Before the call this array has the sum of the round. If `blocks` has memory for this worker's block of the sum, that
+    memory has the block, and the value is left spread over the workers (see `replica`).
     """
     for number, (replica, out) in enumerate(zip(replicas, outs)):
         if blocks is not None and blocks[number] is not None:
@@ -156,8 +159,8 @@ def take_from(replicas: Sequence[Replica], outs: Sequence[Array], blocks: Blocks
 # The algorithm of all sums. The workers' contributions to an element are added in the same order, however keys are
 # split or grouped into lists.
 SUMS = "reproducible"
-# For each array, memory for this worker's block of the sum, or None if the array needs no block. None instead of a
-# list: no array needs a block.
+# A list: for each array, the memory for this worker's block of the sum, or None if the array needs no block. Instead of
+# a list, None if no array needs a block.
 Blocks: TypeAlias = "Sequence[Array | None] | None"
 
 
@@ -197,7 +200,7 @@ class Sums:
         collectives.allreduce(array, self.comm, algorithm=SUMS, out=None if out is array else out, label=text)
 
     def many(self, arrays: Sequence[Array], outs: Sequence[Array], text: str, blocks: Blocks = None) -> None:
-        """Sum several arrays at once. This worker's block of each sum also goes into `blocks`."""
+        """Sum several arrays at once. Also write this worker's block of each sum into `blocks`."""
         self.begin(text)
         out = None if all(map(is_, arrays, outs)) else outs
         collectives.grouped_allreduce(arrays, self.comm, algorithm=SUMS, out=out, label=text, blocks=blocks)

@@ -1,7 +1,7 @@
 """A key of a store without servers, on one worker: its value, its optimizer's state and its round. No communication.
 
-A value has two arrays, used in turn. A sum goes into the free one, so that nothing is lost if a round is interrupted.
-An optimizer updates in place.
+A value has two arrays, which are used in turn. A sum is written into the array that is free, so that nothing is lost if
+a round is interrupted. An optimizer, however, updates the value in place.
 
 On one node, a round may leave a long value *spread*: every worker has only its own block of the value, and copies the
 other blocks from the other workers' memory when it needs the whole value. The blocks stay valid during the next round,
@@ -46,11 +46,12 @@ class Replica:
         """`value` is 1-D, and is used without a copy. `allocate` allocates memory where collectives are fastest."""
         self.key = key
         self.optimizer = optimizer
-        # None before the first update
+        # the optimizer's state; None before the first update
         self.state: list[Array] | None = None
         # number of updates by the optimizer
         self.step = 0
-        # True during an update in place. It stays True if the update is interrupted: the replica is then torn.
+        # True during an update in place. If the update is interrupted, it stays True, which means that the replica is
+        # torn.
         self.updating = False
         self._allocate = allocate
         self._arrays: list[Array | None] = [value, None]
@@ -84,21 +85,23 @@ class Replica:
         return (room, value) if self._turn else (value, room)
 
     def share(self, others: Sequence[tuple[int, int, Arrays]]) -> None:
-        """Give access to the other workers' blocks: for each block (start, stop, both arrays of its worker).
+        """Give this replica access to the other workers' blocks.
+
+        `others` has (start, stop, both arrays of the worker) for each block.
 
         From now on sums may be left spread.
         """
         self._others = others
 
     def block_room(self) -> Array | None:
-        """Return memory for this worker's block of the next sum. None if the next sum cannot be left spread."""
+        """Return memory for this worker's block of the next sum, or None if the next sum cannot be left spread."""
         return self.room() if self._others and self.optimizer is None else None
 
     # ---- rounds
 
     def set_optimizer(self, optimizer: Optimizer | None) -> None:
         """Use this optimizer from now on, with new state and step 0. None: a sum replaces the value."""
-        # Reading `value` gathers the whole value, which the optimizer will need.
+        # Reading `value` collects the blocks of the other workers. The optimizer will need the whole value.
         assert self.value.ndim == 1
         self.changed()
         self.optimizer, self.state, self.step = optimizer, None, 0
@@ -168,16 +171,19 @@ class Replica:
     # ---- versions; a `SurvivingReplica` may also have an older version
 
     def now(self) -> Version:
-        """Return the current version. Its arrays are not copied."""
+        """Return the current version. Its arrays are the replica's own, not copies."""
         step = None if self.state is None else self.step
         return Version(self.key.round, step, [self.value, *(self.state or ())])
 
     def versions(self) -> list[Version]:
-        """Return the complete versions that are available, newest first. Empty if the replica is torn."""
+        """Return the complete versions that are available, newest first.
+
+        If the replica is torn, return an empty list.
+        """
         return [] if self.updating else [self.now()]
 
     def changed(self) -> None:
-        """Note that the content has changed other than by a round."""
+        """Note that something other than a round has changed the content."""
 
     # ---- content from checkpoints and from other workers
 
@@ -230,9 +236,10 @@ class Replica:
 class SurvivingReplica(Replica):
     """A replica that also keeps the version before its last round.
 
-    With an optimizer, which updates in place, value and state are copied before each round. Without one, the array that
-    held the value before the round still holds it, until the next sum is written there. Unlike a server's unit, a
-    replica dies with its process, so nothing about an interrupted update has to be recorded for other processes.
+    With an optimizer, which updates in place, value and state are copied before each round. Without an optimizer, the
+    array that held the value before the round still holds it, until the next sum is written into this array. Unlike a
+    server's unit, a replica dies with its process, so nothing about an interrupted update has to be recorded for other
+    processes.
     """
 
     __slots__ = ("_before", "_copies")
@@ -263,9 +270,9 @@ class SurvivingReplica(Replica):
         return super().versions() + ([] if self._before is None else [self._before])
 
     def become_version(self, version: Version) -> None:
-        """Go to `version`: the version before the last round, or another worker's version.
+        """Replace the content by `version`, which is the version before the last round, or another worker's version.
 
-        The current version becomes the version before.
+        The current content is kept as the previous version.
         """
         now = None if self.updating else self.now()
         value, *state = version.arrays
@@ -283,7 +290,7 @@ class SurvivingReplica(Replica):
         self._before = None
 
     def _replace(self) -> None:
-        """Make the sum the value, and keep the old value where it is."""
+        """Make the sum the value. The old value stays in its array."""
         before = self.now()
         super()._replace()
         self._before = before

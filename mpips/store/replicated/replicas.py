@@ -51,7 +51,7 @@ class ReplicaSettings:
         self.changes = 0
         self._rank = rank
         self.groups = Groups()
-        # what compression has left out of this worker's pushes; None if pushes are not compressed
+        # what compression has left out of this worker's pushes so far; None if pushes are not compressed
         self.residuals: Residuals | None = None
 
     def optimizer_of(self, key: Key) -> Optimizer | None:
@@ -87,19 +87,22 @@ class ReplicaSettings:
         return self.residuals if key.floats else None
 
     def payload(self, key: Key, flat: Array) -> Array:
-        """Return the values that a push adds. They are `flat`, or with compression: `flat` encoded and decoded."""
+        """Return the values that a push adds: `flat`, or with compression, `flat` after encoding and decoding."""
         residuals = self.compressing(key)
         return flat if residuals is None else residuals.decoded(key.name, flat)
 
     def residuals_of(self, keys: Sequence[Key]) -> Array | None:
-        """Return the residuals of this worker's pushes: float64, one key after another. None without compression."""
+        """Return the residuals of this worker's pushes: float64, one key after another.
+
+        Return None without compression.
+        """
         if self.residuals is None:
             return None
         kept = [(key.size, self.residuals.get(key.name)) for key in keys]
         return np.concatenate([np.zeros(size) if each is None else each.astype(np.float64) for size, each in kept])
 
     def put_residuals(self, keys: Sequence[Key], values: Sequence[Array]) -> None:
-        """Set the residuals, one array for each key."""
+        """Set the residuals of this worker's pushes, from one array for each key."""
         for key, value in zip(keys, values, strict=True):
             if (residuals := self.compressing(key)) is not None:
                 residuals.put(key.name, value, key.dtype)
@@ -223,7 +226,10 @@ class Replicas:
         self.forget([replica.key for name, replica in self.by_name.items() if name not in known])
 
     def inventory(self, rank: int, fresh: bool) -> Inventory:
-        """Return this worker's inventory for a recovery. `fresh`: this worker has just joined, and has nothing."""
+        """Return this worker's inventory for a recovery.
+
+        `fresh` is True if the worker has just joined, and has no keys.
+        """
         if fresh:
             return Inventory()
         keys = [KeyCard.of(replica.key) for replica in self.by_name.values()]
@@ -233,7 +239,9 @@ class Replicas:
         )
 
     def take_over(self, plan: RecoveryPlan) -> None:
-        """Change settings, values and states to those of the plan. Send and receive what workers lack.
+        """Change settings, values and states to those of the plan.
+
+        Workers send each other the keys that some of them lack.
 
         Collective, blocking.
         """
@@ -260,7 +268,7 @@ class Replicas:
             replica.updating = False
 
     def _go_to(self, replica: Replica, plan: ReplicaPlan) -> None:
-        """Bring a key to the version of the plan, in a store that survives deaths. Collective, blocking.
+        """Set a key to the version that the plan has chosen, in a store that survives deaths. Collective, blocking.
 
         The worker keeps its old version until everything has arrived. If another rank dies before that, the recovery
         begins again with the old versions.
@@ -296,7 +304,7 @@ def _label(what: str, keys: Sequence[Key]) -> str:
 
 
 def _regions(replicas: Sequence[Replica]) -> Array:
-    """Return where this worker's arrays of these keys lie in shared memory, as numbers of shape (keys, WORDS)."""
+    """Return the places of this worker's arrays of these keys in shared memory, as integers of shape (keys, WORDS)."""
     found = [[number for array in replica.arrays() for number in arena.region_of(array)] for replica in replicas]
     return np.array(found, np.int64).reshape(len(replicas), WORDS)
 

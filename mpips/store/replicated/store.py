@@ -82,7 +82,7 @@ class ReplicatedStore(Member[Recovered]):
 
     @property
     def stored(self) -> ReplicatedStore:
-        """This object: every worker has all states."""
+        """This object itself, because every worker has all states."""
         return self
 
     def states(self, keys: Sequence[Key]) -> Task[States]:
@@ -166,7 +166,7 @@ class ReplicatedStore(Member[Recovered]):
         yield from self._sums.task(payloads, outs, text, self.direct, blocks)
 
     def push_rows(self, key: Key, rows: RowSparse, priority: int) -> Task[None]:
-        """Run a round in which every worker gets the rows of all workers.
+        """Run a round in which all workers exchange their rows, and each worker sums them.
 
         With compression, push the whole key instead.
         """
@@ -229,7 +229,7 @@ class ReplicatedStore(Member[Recovered]):
         return self._replicas.inventory(self.layout.rank, self.layout.fresh)
 
     def move(self, plan: RecoveryPlan) -> ServerReady:
-        """Send the chosen version of each key from a worker that has it to those that lack it. See `Member`."""
+        """Send the chosen version of each key from a worker that has it to the workers that lack it. See `Member`."""
         self._replicas.take_over(plan)
         return ServerReady()
 

@@ -1,18 +1,19 @@
-"""Operations of a store during compute: in program order on each key, then by priority. `wait()` raises errors.
+"""Run operations of a store while the program computes: in program order on each key, otherwise by priority.
 
 An operation is a task (`collectives.fabric.tasks`) with a set of names: its keys, its communicators, and names that the
-user gives. Operations with a common name run one after the other, in program order. (MXNET-MPI, sections 3.1, 4.2.2 and
-4.2.3, orders operations by the variables that they read and write. Every operation of a store writes its keys.)
+user gives. If it fails, its `wait()` raises the error. Operations with a common name run one after the other, in
+program order. (MXNET-MPI, sections 3.1, 4.2.2 and 4.2.3, orders operations by the variables that they read and write.
+Every operation of a store writes its keys.)
 
 At most one thread advances operations at a time: the communication thread, or a thread inside `wait()`. A thread inside
-`wait()` at first polls without sleeping, and so answers sooner. The thread that advances operations also checks whether
-the store's generation has ended (the generation is the life of the store until a failure). No other thread calls MPI at
-that time. So MPI_THREAD_SERIALIZED is enough if the program makes its own MPI calls only while no operation is running.
-With MPI_THREAD_MULTIPLE the program may make MPI calls at any time.
+`wait()` at first polls without sleeping, so that `wait()` returns sooner. The thread that advances operations also
+checks whether the store's generation has ended (the generation is the life of the store until a failure). No other
+thread calls MPI at that time. So MPI_THREAD_SERIALIZED is enough if the program makes its own MPI calls only while no
+operation is running. With MPI_THREAD_MULTIPLE the program may make MPI calls at any time.
 
 Collectives on one communicator must start in the same order on all ranks. The communicator is one of the operation's
-names, so its operations run in program order, whatever the threads do. An operation that fails ends the generation, and
-thus all other operations.
+names, so operations that use it run in program order, whichever thread advances them. An operation that fails ends the
+generation, and thus all other operations.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ GRACE_SECONDS = 0.5
 LOOK_SECONDS = 2e-3
 # After a poll the communication thread sleeps 24 times as long as the poll took: it uses 1 / (1 + 24) = 4 % of a core.
 DUTY = 24
-# seconds of CPU time for falling asleep and waking up, in addition to a poll
+# seconds of CPU time that it takes to fall asleep and wake up, in addition to the time of a poll
 WAKE = 2e-5
-# The longest sleep, however long a poll took. A collective of many rounds needs a poll for each round.
+# The longest sleep in seconds, however long a poll took. A collective of many rounds needs a poll for each round.
 LONGEST_SLEEP = 1e-3
 # If no operation has ended for QUIET seconds, the thread sleeps longer: polling and waking up then take 1 / 33 of its
 # time.
@@ -50,7 +51,10 @@ QUIET, QUIET_SLEEP, QUIET_DUTY = 0.1, (4e-3, 8e-3), 32
 
 
 class Ending(Protocol):
-    """The part of a store's generation (`runtime.generation`) that the engine needs. All operations end with it."""
+    """The part of a store's generation (`runtime.generation`) that the engine uses.
+
+    Operations end with the generation.
+    """
 
     limits: Limits
 
@@ -62,7 +66,7 @@ class Ending(Protocol):
 
 
 class Handle(NotCopyable):
-    """An operation that runs during compute, as `ipush`, `ipull` and `ipushpull` return it.
+    """An operation that runs while the program computes. `ipush`, `ipull` and `ipushpull` return it.
 
     `wait()` blocks until the operation has ended, and returns its result. `test()` returns True once the operation has
     ended. Both raise its error if it has failed.
@@ -77,9 +81,9 @@ class Handle(NotCopyable):
         self.what = what
         # True if only `close` waits for the operation
         self.detached = detached
-        # True once the operation has ended and later operations may go on
+        # True once the operation has ended, and later operations may run
         self.done = False
-        # True once its task has ended (for the engine)
+        # True once its task has ended; only the engine uses this
         self.over = False
         # time.perf_counter() when the operation was first advanced, and when it ended
         self.started = self.ended = 0.0
@@ -108,7 +112,10 @@ class Handle(NotCopyable):
         return self._result
 
     def step(self) -> None:
-        """Advance the task to its next wait (for the engine). KeyboardInterrupt fails the operation and is raised."""
+        """Advance the task to its next wait. Only the engine calls this.
+
+        A KeyboardInterrupt makes the operation fail, and is raised.
+        """
         self.started = self.started or time.perf_counter()
         try:
             next(self._task)
@@ -121,7 +128,7 @@ class Handle(NotCopyable):
                 raise
 
     def stop(self, error: BaseException | None) -> None:
-        """End the operation, with an error or None (for the engine). Closing the task frees its arrays."""
+        """End the operation, with an error or None. Only the engine calls this. Closing the task frees its arrays."""
         self._task.close()
         self._task, self.error = empty_task(), error
         self.ended = time.perf_counter()
@@ -129,17 +136,17 @@ class Handle(NotCopyable):
 
 
 class Turns:
-    """The queues of operations, one for each name. An operation may go on if it is the first in all of its queues.
+    """The queues of operations, one for each name.
 
-    Of the operations that may go on, those of higher priority go first. Priority never lets an operation overtake an
-    earlier one with a common name. Not thread-safe.
+    An operation may run if it is the first in all of its queues. Of the operations that may run, those of higher
+    priority run first. Priority never lets an operation overtake an earlier one with a common name. Not thread-safe.
     """
 
     def __init__(self) -> None:
         # all operations that were added and not removed, in program order
         self.under_way: dict[int, Handle] = {}
         self._queues: dict[Hashable, deque[Handle]] = {}
-        # id of an operation -> the number of its queues in which another operation is first
+        # id of an operation -> the number of queues in which it waits behind another operation
         self._held: dict[int, int] = {}
         self._places: dict[int, tuple[int, int]] = {}
         self._ready: list[Handle] = []
@@ -159,11 +166,11 @@ class Turns:
             self._make_ready(handle)
 
     def ready(self) -> list[Handle]:
-        """Return the operations that may go on, highest priority first."""
+        """Return the operations that may run, highest priority first."""
         return self._ready[:]
 
     def remove(self, handle: Handle) -> None:
-        """Remove an operation that has ended. The next operations in its queues may then go on."""
+        """Remove an operation that has ended. The next operations in its queues may then run."""
         name = id(handle)
         del self.under_way[name], self._held[name], self._places[name]
         self._ready.remove(handle)
@@ -201,19 +208,20 @@ class Engine:
         # The lock of `_changed`. Always enter this lock, and not the condition: an interrupt while a condition is being
         # entered would leave the condition locked.
         self._lock = threading.RLock()
-        # notified when an operation was added or has ended, or a wait is over
+        # notified when an operation is added or ends, or when a wait is over
         self._changed = threading.Condition(self._lock)
         self._turns = Turns()
         # the operations that have not ended
         self.under_way = self._turns.under_way
-        # operations whose failure nobody has seen
+        # failed operations whose error has not been raised yet
         self._failed: list[Handle] = []
         # time.monotonic() when an operation began or ended last
         self._since = 0.0
         self._driver = threading.Lock()
         # identity of the thread that may advance operations
         self._owner = 0
-        # what the program waits for: the names of the operation, and a function that returns its text; None: no wait
+        # the operation that the program waits for: its names, and a function that returns its description; None without
+        # a wait
         self.blocked: tuple[Collection[Hashable], Callable[[], str]] | None = None
         # time.monotonic() of the next full check of the generation
         self._due = 0.0
@@ -233,7 +241,7 @@ class Engine:
 
         Args:
             orders: The names of the operation.
-            what: What error messages call the operation.
+            what: The description of the operation in error messages.
             detached: True if `finish` waits for the operation only with `detached=True`.
         """
         handle = Handle(self, task, dict.fromkeys(orders), what, detached)
@@ -282,11 +290,11 @@ class Engine:
                 wait.drive(stretch(), self._watch(self.generation.look), what())
         finally:
             self.blocked = None
-            # Close the task now. Otherwise it would keep its arrays until the last reference to the error is dropped.
+            # Close the task now. Otherwise the task would keep its arrays alive as long as the error exists.
             task.close()
 
     def finish(self, detached: bool = False) -> None:
-        """Wait for all operations that have not ended. Then raise the first failure that nobody has seen.
+        """Wait for all operations that have not ended. Then raise the first error that has not been raised yet.
 
         Args:
             detached: True to wait also for detached operations.
@@ -303,7 +311,7 @@ class Engine:
                 self.drive(handle)
 
     def forget(self) -> None:
-        """Give up all operations, and failures that nobody has seen, after the generation has ended."""
+        """Forget all operations, and errors that have not been raised yet, after the generation has ended."""
         with self._alone():
             self._give_up(RuntimeError("the generation has ended"))
             self._failed = []
@@ -316,7 +324,7 @@ class Engine:
         if self._thread is not None and self._thread.ident not in (None, threading.get_ident()):
             self._thread.join()
 
-    # ---- going on
+    # ---- advancing operations
 
     def names_in_use(self) -> set[Hashable]:
         """Return the names of all operations that have not ended."""
@@ -324,7 +332,7 @@ class Engine:
             return {name for handle in self.under_way.values() for name in handle.orders}
 
     def progress(self, wait: bool = True) -> bool:
-        """Advance every operation that may go on by one step. True if one has ended.
+        """Advance every operation that may run by one step. Return True if an operation has ended.
 
         Args:
             wait: What to do while another thread advances operations. True: wait for it. False: return False at once.
@@ -371,16 +379,16 @@ class Engine:
             yield
 
     def _watch(self, look: Callable[[float], None]) -> Watch:
-        """Return the rule of this engine's waits.
+        """Return the rules for waits in this engine.
 
-        Its time limit is a little longer than the store's. So servers and collectives, which know the late ranks, end a
-        wait before the engine does.
+        The time limit is a little longer than the store's limit. So servers and collectives end a wait before the
+        engine does. Their errors are better, because they know which ranks are late.
         """
         stall, timeout = self.generation.limits
         return Watch(Limits(stall, timeout and 1.1 * timeout + GRACE_SECONDS), look)
 
     def _look_around(self, waited: float) -> None:
-        """Check the generation from a wait, unless another thread, which advances operations, does so."""
+        """Check the generation during a wait, unless another thread is advancing operations and checks it."""
         if self._owner == threading.get_ident():
             self.generation.look(waited)
         elif not self._driver.locked():
@@ -389,7 +397,10 @@ class Engine:
                 self.generation.look(waited)
 
     def _look(self) -> bool:
-        """Advance operations that may go on, by priority, until one ends. This may free one of higher priority."""
+        """Advance operations that may run, by priority, until one ends.
+
+        Then an operation of higher priority may be able to run.
+        """
         now = time.monotonic()
         try:
             if now < self._due:
@@ -433,7 +444,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Let no other thread advance operations inside the block, and keep the communication thread from trying."""
+        """Inside the block no other thread advances operations, and the communication thread does not try to."""
         with self._lock:
             self._waiting.add(threading.get_ident())
         try:
@@ -449,7 +460,7 @@ class Engine:
                 self._changed.notify_all()
 
     def _run(self) -> None:
-        """Run the communication thread: advance operations, and sleep in between."""
+        """The body of the communication thread: advance operations, and sleep between the polls."""
         # when an operation was last added or ended, and this thread's CPU seconds at the last look
         last, used = 0.0, time.thread_time()
         while True:

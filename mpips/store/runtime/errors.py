@@ -1,8 +1,8 @@
-"""Errors of a store whose generation has ended, and steps that are taken in spite of errors and interrupts.
+"""Errors of a store whose generation has ended, and functions that finish their work despite errors and interrupts.
 
-A generation is the life of a store between two failures. `in_order` is the only function that catches every kind of
-error, interrupts included, and goes on. Stores that are still open at exit are closed newest first, while threads and
-MPI still run.
+A generation is the life of a store between two failures. `in_order` is the only function that catches every exception,
+interrupts included, and continues. Stores that are still open at exit are closed newest first, while threads and MPI
+still run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from mpips.ending.process import before_mpi_ends
 
 
 class StoreError(CollectiveError):
-    """The generation of a store has ended. Every rank raises the same sentence, now and at every later call.
+    """The generation of a store has ended.
+
+    Every rank raises an error with the same message, now and in every later call.
 
     `kv.recover()` begins the next generation.
     """
@@ -30,14 +32,14 @@ class StoreError(CollectiveError):
 
 
 class LostError(StoreError):
-    """The store, or the training, cannot go on with the ranks and data that are left.
+    """The store, or the training, cannot continue with the ranks and data that are left.
 
     All ranks raise this error, and the recovery is not tried again.
     """
 
 
 class StoreMismatchError(StoreError, MismatchError):
-    """The generation has ended because ranks made calls that do not fit together."""
+    """The generation has ended because ranks have made calls that do not match."""
 
     __module__ = "mpips"
 
@@ -49,11 +51,17 @@ class StoreStallError(StoreError, StallError):
 
 
 class RoomError(MemoryError):
-    """A server has no memory for a push to a table. The round of this push does not count; the store goes on."""
+    """A server has no memory for a push to a table.
+
+    The round of this push does not count, and the store stays usable.
+    """
 
 
 class ServerMemoryError(ValueError, MemoryError):
-    """A server has no memory for a request, and has changed nothing. Like all refused requests, a ValueError."""
+    """A server has no memory for a request, and has changed nothing.
+
+    It is also a ValueError, like the error for any refused request.
+    """
 
 
 def refused(error: BaseException) -> bool:
@@ -67,7 +75,10 @@ assert len(_GENERATION_KINDS) == len(KINDS), "one for each kind that travels bet
 
 
 def of_kind(error: BaseException, text: str = "") -> StoreError:
-    """Return the StoreError for an error of `collectives` or of the store. Its text is `text`, or that of the error."""
+    """Return the StoreError for an error of `collectives` or of the store.
+
+    Its message is `text`, or else that of `error`.
+    """
     return _GENERATION_KINDS[kind_index(error)](text or str(error))
 
 
@@ -79,11 +90,11 @@ _pid = os.getpid()
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Defer Ctrl-C until the block ends. For blocks that take a few seconds at most, and that other ranks rely on."""
+    """Defer Ctrl-C until the block ends. Use this for blocks of a few seconds at most, on which other ranks rely."""
     came: list[FrameType | None] = []
     main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGINT) if main else None
-    # This thread receives no Ctrl-C, Ctrl-C is ignored, or Python does not handle it.
+    # Nothing to defer: this thread receives no Ctrl-C, Ctrl-C is ignored, or Python does not handle it.
     if before is None or before is signal.SIG_IGN:
         yield
         return
@@ -104,7 +115,7 @@ def in_order(*steps: Step) -> None:
     for step in steps:
         try:
             step()
-        # The remaining steps must be called nevertheless.
+        # Keep the error, because the remaining steps must be called first.
         except BaseException as error:
             first = first or error
     if first is not None:

@@ -1,9 +1,9 @@
 """A generation: the life of a store from its creation, or from a recovery, to the next failure.
 
-A generation ends for all ranks together, with one sentence that all raise. Then all ranks begin the next generation, or
-all leave. For this a generation uses what `collectives` keeps for the store's communicator: a flag and a sentence in
-memory that the ranks of a node share, and messages (notes) between nodes. The rank that finds a failure calls `end`.
-Every wait looks at the flag, and raises the sentence. After the end the ranks tell each other whether they go on
+A generation ends for all ranks together, and all raise the same error message. Then all ranks begin the next
+generation, or all leave. The ranks of a node share memory with a flag and the error message, which `collectives` keeps
+for the store's communicator. Between nodes, ranks send messages (notes). The rank that finds a failure calls `end`.
+Every wait checks the flag, and raises the error. After the end the ranks tell each other whether they continue
 (`NextGenerationBarrier`). `recovery.recover` makes the next generation.
 """
 
@@ -40,10 +40,10 @@ from mpips.store.roles import Layout
 from mpips.store.runtime.errors import LostError, StoreError, of_kind, uninterrupted
 from mpips.store.runtime.rendezvous import LAST_WORD_SECONDS, LeftRanks, MeetingRoom, Watch
 
-# how long a rank that closes the store waits for the others after the generation has ended
+# seconds for which a rank that closes the store waits for other ranks if the generation has already ended
 CLOSING_SECONDS = 5.0
 FREEING_SECONDS = 1.0
-# In a wait longer than LONG_SECONDS the functions in `checks` are called too, every CHECK_SECONDS.
+# A wait that lasts longer than LONG_SECONDS also calls the functions in `checks`, every CHECK_SECONDS.
 LONG_SECONDS, CHECK_SECONDS = 0.2, 0.1
 BARRIER_TAG = 4
 WOULD, GOES, TRIED, LEAVES = b"would go on", b"goes on", b"has tried", b"leaves"
@@ -80,7 +80,7 @@ class PresentGeneration:
         # meetings of all ranks, and of the workers
         self.everybody = MeetingRoom(layout.world)
         self.workers = None if layout.workers is None else MeetingRoom(layout.workers)
-        # the agreement of the ranks, after this generation, to begin the next one or to leave
+        # the barrier in which the ranks agree, after this generation, to begin the next one or to leave
         self.barrier = NextGenerationBarrier(layout.world, partial(_gone, layout.world, self.home), layout.survives)
 
 
@@ -91,11 +91,13 @@ class Generation:
         self.layout = layout
         # stall_seconds and timeout_seconds of the store's options
         self.limits = layout.limits
-        # Called in long waits. Each raises CollectiveError if this rank waits for something that can no longer happen.
+        # Functions that are called in long waits. Each raises CollectiveError if this rank waits for something that can
+        # no longer happen.
         self.checks: list[Callable[[], None]] = []
         # time.monotonic() of the last checks
         self._checked = 0.0
-        # The call in whose meeting this worker waits. "" once this worker has told the others how far it has pushed.
+        # The name of the collective call in which this worker waits for other workers. "" once it has told them how far
+        # it has pushed.
         self.undescribed = ""
         # True while this rank checks the generation from within a blocking collective of a smaller communicator
         self.inside = False
@@ -125,14 +127,15 @@ class Generation:
 
     @property
     def barrier(self) -> NextGenerationBarrier:
-        """The agreement of the ranks, after this generation, to begin the next one or to leave."""
+        """The barrier in which the ranks agree, after this generation, to begin the next one or to leave."""
         return self.present.barrier
 
     @property
     def on_end(self) -> list[Callable[[], None]]:
         """Functions that are called once when this rank learns that the generation is over, before it raises an error.
 
-        They wait until no other rank reads this rank's arrays any more, and finish what other ranks rely on.
+        These functions wait until no other rank reads this rank's arrays any more, and finish work that other ranks
+        rely on.
         """
         return self.present.on_end
 
@@ -156,7 +159,7 @@ class Generation:
             self._look(waited)
 
     def _look(self, waited: float) -> None:
-        """Do what `look` does, also while this rank is in a meeting.
+        """Do what `look` does, even while this rank is in a meeting.
 
         `look` does nothing during a meeting, because a meeting may still be completed after the generation has ended.
         The meeting calls `_look` itself and decides what to do with the error.
@@ -182,7 +185,7 @@ class Generation:
 
         Returns:
             The exception to raise. If the error comes from `collectives`, MPI or the generation, this is a StoreError
-            with the sentence that all ranks raise. Otherwise it is `error` itself.
+            with the message that all ranks raise. Otherwise it is `error` itself.
         """
         # Another thread may end the generation at the same time.
         with self._ending:
@@ -191,8 +194,8 @@ class Generation:
             if self.over is None:
                 with uninterrupted():
                     self._end(what, error)
-        # A LostError is returned unchanged. It says that too few ranks or data are left, and callers that see this
-        # class do not try to recover once more. After the StoreError that `_error` returns, they would try again.
+        # A LostError is returned unchanged. It says that too few ranks or too little data are left, so callers do not
+        # try to recover again. After the StoreError that `_error` returns they would try again.
         if isinstance(error, LostError):
             return error
         return self._error() if isinstance(error, (CollectiveError, MPI.Exception)) else error
@@ -226,7 +229,7 @@ class Generation:
             raise self.end(what, error) from None
 
     def gone(self) -> dict[int, str]:
-        """Return the ranks that have closed the store or ended, and how, as far as this rank knows."""
+        """Return the ranks that, as far as this rank knows, have closed the store or ended. Each value says how."""
         return _gone(self.layout.world, self.present.home)
 
     # ---- waits
@@ -275,12 +278,15 @@ class Generation:
             return room.exchange(payload, what, self._watch(room, what))
 
     def meeting(self, payload: bytes, what: str) -> Task[list[bytes]]:
-        """Hold a meeting of the workers as a task. Meanwhile other tasks go on, which late workers may depend on."""
+        """Hold a meeting of the workers as a task.
+
+        Other tasks run meanwhile, because late workers may depend on them.
+        """
         room = self._room(False)
         watch = self._watch(room, what)
         clock, due = Clock(), time.monotonic() + LOOK_SECONDS
         room.begin(payload)
-        # The thread that runs the task must not check the generation, because the meeting itself does.
+        # The thread that runs this task must not check the generation, because the meeting itself checks it.
         self.present.meeting = True
         try:
             with self._in_meeting(room, what):
@@ -303,15 +309,15 @@ class Generation:
             self.undescribed = ""
 
     def _watch(self, room: MeetingRoom, what: str) -> Watch:
-        """Return the rule of a wait in a meeting: check the generation, and notice ranks that can no longer come."""
+        """Return the rules for a wait in a meeting: check the generation, and raise if a missing rank has left."""
         presence = LeftRanks(what)
 
         def look(waited: float) -> None:
             try:
                 self._look(waited)
             except StoreError:
-                # The rank that has ended the generation may have completed this meeting before. In this case all
-                # payloads have arrived or are on their way, so wait a moment for them.
+                # The rank that ended the generation may have completed this meeting first. If so, all payloads have
+                # arrived or are on their way. So wait a moment for missing payloads before raising the error.
                 clock = Clock()
                 while room.missing():
                     if clock.seconds() > LAST_WORD_SECONDS:
@@ -325,14 +331,14 @@ class Generation:
     def words(self) -> list[bytes]:
         """For each worker, return its last payload for a meeting of the workers that this worker has not completed.
 
-        b"" if there is no such payload. Does not block.
+        The entry is b"" for a worker without such a payload. Does not block.
         """
         assert self.present.workers is not None
         self.present.workers.missing()
         return self.present.workers.last_words()
 
     def describe_wait(self, word: bytes) -> None:
-        """Tell the other workers how far this worker, which waits in a meeting, has pushed. Does not block."""
+        """Tell the other workers how far this worker has pushed, while it waits in a meeting. Does not block."""
         assert self.present.workers is not None
         self.present.workers.describe_wait(word)
         self.undescribed = ""
@@ -398,19 +404,19 @@ def _gone(world: MPI.Comm, home: Communicator) -> dict[int, str]:
 
 
 class NextGenerationBarrier:
-    """The agreement of the ranks after a generation: all begin the next generation together, or all leave.
+    """The barrier after a generation. In it all ranks agree to begin the next generation together, or to leave.
 
     Making new communicators blocks in MPI until all ranks take part. So a rank must not begin before it knows that all
     others will take part:
 
-    1. Each rank tells the others that it would go on.
-    2. When all ranks have told a rank that they would go on, it tells them that it goes on. From now on it must not
+    1. Each rank tells all other ranks that it is ready to continue.
+    2. When all ranks have told a rank that they are ready, it tells them that it continues. From then on it must not
        leave.
-    3. When all ranks have told a rank that they go on, it begins to make communicators.
+    3. When all ranks have told a rank that they continue, it begins to make communicators.
 
     Args:
         gone: Returns the ranks that have left, and how.
-        survives: True if the store goes on after a death. "All ranks" then means all living ranks.
+        survives: True if the store continues after a death. "All ranks" then means all living ranks.
     """
 
     def __init__(self, comm: MPI.Comm, gone: Callable[[], dict[int, str]], survives: bool) -> None:
@@ -421,7 +427,7 @@ class NextGenerationBarrier:
         self._attempt = 0
 
     def is_due(self) -> bool:
-        """True if another rank wants to go on, or has left. Does not block."""
+        """True if another rank wants to continue, or has left. Does not block."""
         self._room.missing()
         return any(self._room.last_words()) or bool(self._gone())
 
@@ -431,14 +437,14 @@ class NextGenerationBarrier:
         return LEAVES in self._room.last_words() or DEPARTURES[CLOSED] in self._gone().values()
 
     def wait_until_all_would(self, limits: Limits) -> str:
-        """Wait until all ranks would go on. Return "", or the reason why they cannot.
+        """Wait until all ranks are ready to continue (step 2). Return "", or the reason why they cannot continue.
 
-        StallError after the limits. A later call continues the wait.
+        Raise StallError after the time limit. A later call continues the wait.
         """
         return self._wait(limits, WOULD, WOULD, GOES)
 
     def wait_until_all_go(self, limits: Limits) -> str:
-        """Wait until all ranks go on. Return "", or the reason why they cannot.
+        """Wait until all ranks continue (step 3). Return "", or the reason why they cannot continue.
 
         After this call a rank must take part in the attempt. If the attempt fails, another one may follow.
         """
@@ -451,11 +457,11 @@ class NextGenerationBarrier:
         self._wait(NEVER, TRIED, TRIED, WOULD, GOES)
 
     def leave(self) -> None:
-        """Tell the others that this rank leaves. Does not block."""
+        """Tell the other ranks that this rank leaves. Does not block."""
         self._say(LEAVES)
 
     def wait_until_all_left(self, seconds: float, look: Callable[[float], None] = lambda waited: None) -> bool:
-        """Wait until all ranks have left, for `seconds` at most. True if all ranks have closed the store.
+        """Wait until all ranks have left, for `seconds` at most. Return True if all ranks have closed the store.
 
         Args:
             look: Called now and then with the seconds waited so far.
@@ -472,8 +478,8 @@ class NextGenerationBarrier:
     def _wait(self, limits: Limits, word: bytes, *words: bytes) -> str:
         """Send `word` to the other ranks, and wait until the last word of every rank is one of `words`. Blocking.
 
-        Every word is sent with the number of the attempt, so that words of an earlier attempt do not count. Return "",
-        or the reason why the ranks cannot go on together.
+        Every word is sent with the number of the attempt, so that words of an earlier attempt are ignored. Return "",
+        or the reason why the ranks cannot continue together.
         """
         present = [each + b" %d" % self._attempt for each in words]
 
@@ -497,11 +503,11 @@ class NextGenerationBarrier:
         return [rank for rank, word in enumerate(self._room.last_words()) if word not in words]
 
     def _dead(self) -> set[int]:
-        """Return the ranks that have died, in a store that goes on after a death."""
+        """Return the ranks that have died, in a store that continues after a death."""
         return {rank for rank, how in self._gone().items() if self._survives and how == DEPARTURES[0]}
 
     def _why_not(self) -> str:
-        """Return the reason why the ranks cannot go on together, or ""."""
+        """Return the reason why the ranks cannot continue together, or ""."""
         for rank in sorted(set(range(self._room.size)) - set(self._others(LEAVES))):
             return f"rank {rank} has closed the store"
         needed = {rank: how for rank, how in self._gone().items() if rank not in self._dead()}

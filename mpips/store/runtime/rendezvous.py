@@ -1,12 +1,12 @@
 """A rendezvous of ranks: they exchange bytes, or check that all of them make the same call.
 
-Calls that all workers (or all ranks) make together and that need not be fast use a rendezvous: create, init,
+A call that all workers (or all ranks) make together uses a rendezvous if it need not be fast: create, init,
 set_optimizer, barrier, save, load, the beginning of a training. `agree` compares the arguments of all ranks. If two
-ranks differ, or a rank reports a bad argument as a `refusal`, all ranks raise one sentence, nothing has changed, and
-the generation (the life of a store until a failure) goes on.
+ranks differ, or a rank reports a bad argument as a `refusal`, all ranks raise an error with the same message. Nothing
+has changed then, and the generation (the life of a store until a failure) continues.
 
-Ranks meet in a `MeetingRoom` of a communicator. A store's meetings are held by its `Generation`, which ends them after
-a failure. `Gathering` holds meetings on communicators that belong to no store.
+Ranks meet in a `MeetingRoom` of a communicator. The `Generation` of a store holds its meetings, and ends them after a
+failure. `Gathering` holds meetings on communicators that belong to no store.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from mpips.collectives.fabric.wait import NAP_AFTER_BETWEEN_NODES, Limits, drive
 TAG = 3
 # tag of messages of a `Gathering`, which may use a communicator that belongs to the user
 GATHERING_TAG = 1017
-# The first byte of a message. COMES: the sender comes to a meeting. STANDS: the sender waits in a meeting, and reports
-# how far it has pushed.
+# The first byte of a message. COMES: the sender joins a meeting. STANDS: the sender waits in a meeting, and reports how
+# far it has pushed.
 COMES, STANDS = b"c", b"s"
-# Messages of a rank that has left may still arrive for this long.
+# For this many seconds, messages of a rank that has left may still arrive.
 LAST_WORD_SECONDS = 0.2
 Items = Sequence[tuple[Any, str]]
 
@@ -50,7 +50,7 @@ class MeetingPlace(Protocol):
 
 
 class _Word(msgspec.Struct, array_like=True):
-    """The message that a rank sends to all others in `agree`: the arguments that it has passed there."""
+    """The message that a rank sends to all other ranks in `agree`. It has the arguments of this rank's call."""
 
     # the name of the call
     what: str
@@ -62,7 +62,7 @@ class _Word(msgspec.Struct, array_like=True):
     type_error: bool = False
     # bytes for the other ranks, which are not compared
     data: bytes = b""
-    # a text by which different calls may meet, or ""
+    # Calls with the same text here may meet although they differ. "": only equal calls may meet.
     alike: str = ""
 
 
@@ -85,13 +85,13 @@ def agree(
         what: The name of the call.
         items: (name, argument for this name), such as (key, "float32(3, 4)"). All workers must pass the same items.
         refusal: The error in this rank's own arguments, if there is one.
-        noun: The kind of thing that is named in `items`, such as "key", for error messages.
+        noun: The word for the things that `items` names, such as "key", for error messages.
         data: Bytes for the other ranks. They are not compared.
         everybody: True if all ranks of the store take part, not only the workers.
         alike: Different calls may meet if all of them pass the same word here. "": only equal calls may meet.
 
     Raises:
-        ValueError: A rank has passed a `refusal`, or two ranks differ. All ranks raise the same sentence, and nothing
+        ValueError: A rank has passed a `refusal`, or two ranks differ. All ranks raise the same message, and nothing
             has changed. The error is a TypeError if all refusals are TypeErrors.
         StoreError: The generation has ended.
         StallError: Some ranks have not come within the limit.
@@ -115,10 +115,13 @@ def agree(
 
 
 def attempt(make: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """Call `make`. Return (its result, None), or (None, its ValueError or TypeError), a `refusal` for `agree`."""
+    """Call `make`. Return (its result, None). If it raises ValueError or TypeError, return (None, the error).
+
+    The error can be passed to `agree` as the `refusal`.
+    """
     try:
         return make(), None
-    # The generation is over, so no rendezvous could carry this error.
+    # The generation is over, so the error cannot be reported in a rendezvous.
     except CollectiveError:
         raise
     except (ValueError, TypeError) as error:
@@ -140,7 +143,7 @@ def call_of(word: bytes) -> str:
 def _decoded(word: bytes) -> _Word | None:
     try:
         return msgspec.msgpack.decode(word, type=_Word)
-    # The word comes from another kind of meeting.
+    # The message comes from a meeting that was not an `agree`.
     except msgspec.DecodeError:
         return None
 
@@ -154,11 +157,11 @@ class Watch:
 
     # how long the wait may last
     limits: Limits
-    # called now and then with the seconds that have passed; raises an error to end the wait
+    # function that is called now and then with the seconds that have passed; it raises an error to end the wait
     look: Callable[[float], None] = lambda waited: None
-    # returns the ranks that have not come yet, for messages
+    # function that returns the ranks that have not come yet, for error messages
     late: Callable[[], Sequence[int]] = tuple
-    # the seconds of waiting after which the waiting rank sleeps between looks
+    # after this many seconds the waiting rank sleeps between two checks
     nap_after: float = NAP_AFTER_BETWEEN_NODES
 
 
@@ -166,7 +169,7 @@ class MeetingRoom:
     """Meetings of the ranks of one communicator, one after another.
 
     Each rank sends its bytes to every other rank, so that each rank knows which ranks have not come. A rank that gives
-    up a meeting comes to no later meeting. Only `exchange` blocks.
+    up a meeting must not come to a later one. Only `exchange` blocks.
     """
 
     def __init__(self, comm: MPI.Comm, tag: int = TAG) -> None:
@@ -174,7 +177,7 @@ class MeetingRoom:
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         self._tag = tag
-        # for each rank: what it has brought to meetings that this rank has not completed
+        # for each rank, its payloads for meetings that this rank has not completed
         self._heard: list[deque[bytes]] = [deque() for _ in range(self.size)]
         # rank -> the number of the meeting in which it waits, and its report of how far it has pushed
         self._waits: dict[int, bytes] = {}
@@ -189,7 +192,7 @@ class MeetingRoom:
         return self.end()
 
     def begin(self, payload: bytes) -> None:
-        """Come to the next meeting: send this rank's payload to all other ranks."""
+        """Join the next meeting: send this rank's payload to all other ranks."""
         self._heard[self.rank].append(payload)
         self._tell(COMES, payload)
 
@@ -206,16 +209,16 @@ class MeetingRoom:
         return [rank for rank, heard in enumerate(self._heard) if not heard]
 
     def end(self) -> list[bytes]:
-        """Complete the current meeting, and return what all ranks have brought to it."""
+        """Complete the current meeting, and return the payloads of all ranks."""
         self._over += 1
         return [heard.popleft() for heard in self._heard]
 
     def last_words(self) -> list[bytes]:
-        """Return what each rank has last brought to a meeting that this rank has not completed, or b""."""
+        """Return for each rank its last payload for a meeting that this rank has not completed, or b""."""
         return [heard[-1] if heard else b"" for heard in self._heard]
 
     def describe_wait(self, word: bytes) -> None:
-        """Report to the other ranks how far this rank, which waits in the current meeting, has pushed."""
+        """Report to the other ranks how far this rank has pushed, while it waits in the current meeting."""
         self._tell(STANDS, b"%d " % self._over + word)
 
     def waits_elsewhere(self) -> dict[int, bytes]:
@@ -255,20 +258,20 @@ def _room_key() -> int:
 
 
 class LeftRanks:
-    """Detects that a rank has left for which the call `what` waits."""
+    """Detects that a rank has left while the call `what` waits for it."""
 
     def __init__(self, what: str) -> None:
         self._what = what
-        # started when a missing rank was first seen to have left
+        # clock that starts when a missing rank is first seen to have left
         self._clock: Clock | None = None
 
     def see(self, missing: Sequence[int], gone: Mapping[int, str]) -> None:
         """Raise CollectiveError if a missing rank left at least LAST_WORD_SECONDS ago.
 
-        A rank's last message may arrive after the news that the rank has left, so do not raise at once.
+        Do not raise earlier, because the rank's last message may arrive after the notice that the rank has left.
 
         Args:
-            gone: rank -> how it has left
+            gone: rank -> the way in which it has left
         """
         late = [rank for rank in missing if rank in gone]
         self._clock = (self._clock or Clock()) if late else None

@@ -1,9 +1,9 @@
 """Long waits at a server: warnings, the end of a wait that is too long, and workers that wait in a circle.
 
 A worker whose program has waited long for a round reports this to the servers. The worker does nothing else until that
-round is complete. From the reports a server detects workers that wait for one another's pushes in a circle. This
-happens if workers use keys in different orders. `Late` is a state machine without MPI. Through `Gossip` the first
-server learns which workers wait at the other servers.
+round is complete. From these reports a server detects a deadlock: workers that wait for one another's pushes in a
+circle. This happens if workers use keys in different orders. `Late` is a state machine without MPI. Through `Gossip`
+the first server learns which workers wait at the other servers.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 # tag of the messages that the other servers send to the first server
 WAITS_TAG = 1
-# how long a circle must have been seen before it ends the generation
+# A circle ends the generation after it has been seen for this many seconds.
 CIRCLE_SECONDS = 0.5
 
-# the advice in errors if a worker has left while others still push
+# advice in error messages if a worker has left while other workers still push
 BEFORE_LEAVING = "give all workers the same number of batches, and close the store after the last one"
 
 
@@ -44,7 +44,7 @@ class InRounds(Protocol):
     """Anything that workers push to in rounds: a unit of a key, or a part of a service."""
 
     warned: bool
-    # when the open round began to wait; None: the next `Late.tick` sets this time
+    # time at which the open round began to wait; None until the next `Late.tick` sets it
     opened: float | None
 
     @property
@@ -80,7 +80,7 @@ class Late:
         self._waits: dict[int, tuple[InRounds, int]] = {}
         # server -> the waits at that server
         self._waits_elsewhere: dict[int, list[Wait]] = {}
-        # the circle that was seen at the last look, and when it was first seen
+        # the circle that the last check has found, and the time at which it was first found
         self._suspected: list[Wait] = []
         self._since = 0.0
 
@@ -89,7 +89,7 @@ class Late:
     def tick(self, clock: float, units: Iterable[InRounds]) -> Replies:
         """Check how long open rounds have waited. Called now and then.
 
-        Return warnings for workers that wait, once for each round. StallError if a round has waited longer than
+        Return warnings for workers that wait, once for each round. Raise StallError if a round has waited longer than
         `timeout_seconds`.
         """
         # (noun, late workers, all contributors) -> (how long the first unit has waited, units to warn about now)
@@ -158,7 +158,7 @@ class Late:
             raise MismatchError(f"{steps}: use {nouns} in the same order on all ranks")
 
     def forget(self, units: Sequence[InRounds]) -> None:
-        """Forget units that nobody will use again."""
+        """Forget units that will not be used again."""
         self._waits = {worker: wait for worker, wait in self._waits.items() if wait[0] not in units}
 
     def clear(self) -> None:
@@ -169,9 +169,9 @@ class Late:
 def find_circle(waits: dict[int, Wait]) -> list[Wait]:
     """Find workers that wait in a circle. Return their waits, each for the worker of the next wait.
 
-    The wait of the lowest rank comes first. [] if no workers wait in a circle.
+    The wait of the lowest rank comes first. Return [] if no workers wait in a circle.
     """
-    # workers that are known to lead to no circle
+    # workers that are known not to lead into a circle
     free: set[int] = set()
     for start in sorted(waits):
         way: list[int] = []
@@ -193,13 +193,13 @@ def find_circle(waits: dict[int, Wait]) -> list[Wait]:
 
 
 def _absent(unit: InRounds, round_: int, but: int) -> tuple[int, ...]:
-    """Return the workers other than `but` that have not pushed to a round of the unit."""
+    """Return the workers that have not pushed to a round of the unit, leaving out the worker `but`."""
     behind = (worker for worker, queue in zip(unit.contributors, unit.queues) if unit.round + len(queue) < round_)
     return tuple(worker for worker in behind if worker != but)
 
 
 def _sentence(units: Sequence[InRounds], waited: float) -> str:
-    """Return a message about units that wait for the same workers. `waited`: seconds that the first unit has waited."""
+    """Return a message about units that wait for the same workers. The first unit has waited for `waited` seconds."""
     first, others = units[0], {unit.key for unit in units} - {units[0].key}
     more = f" (and {len(others)} more {first.noun}{'s' * (len(others) > 1)})" if others else ""
     what = f"{first.noun} {first.key!r}{more}: round {first.round + 1}"
@@ -213,7 +213,7 @@ class Gossip:
         self._comm = comm
         self._late = late
         self._alone = comm.Get_size() == 1
-        # the waits that were sent last
+        # the waits in the last message
         self._sent: list[Wait] = []
 
     def tick(self) -> None:

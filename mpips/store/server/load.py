@@ -1,7 +1,7 @@
 """Show a server's load to other processes: how many bytes workers have pushed to it, and how many pushes wait.
 
-The figures go to the server's page, a file that other processes read. Code that handles a push does no extra work for
-them: they are computed now and then from the round numbers that units have anyway.
+The figures are written to the server's page, a file that other processes read. They cost no time in the code that
+handles a push: they are computed now and then from the round numbers that units have anyway.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mpips.store.server.quorum import QuorumState
 from mpips.store.server.service import Service
 from mpips.store.server.state import ServerState
 
-# Seconds between two writes of the page. If a write takes more than 1 / SHARE of this time, the next comes later.
+# Seconds between two writes of the page. If a write takes more than 1 / SHARE of this time, the next write comes later.
 EVERY_SECONDS = 0.2
 SHARE = 500
 # A page shows the bytes of at most this many workers.
@@ -31,7 +31,7 @@ class Load:
     """
 
     def __init__(self) -> None:
-        # when to write next, in seconds of the caller's clock
+        # time of the next write, in seconds of the caller's clock
         self.due = 0.0
         self._pushed = Counter[int]()
         self._missed = Counter[int]()

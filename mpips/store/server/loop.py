@@ -44,14 +44,16 @@ from mpips.store.transport.lines import Line, MessageLine, Rings, any_waiting
 
 LOG = log.get("mpips.store")
 PUSH = int(Op.PUSH)
-# the clock for all time limits of this process' servers, all of which run in one loop
+# the clock for all time limits of the servers in this process, which all run in one loop
 CLOCK = Clock()
-# How often an idle server yields its core before it reads the clock. On busy cores each yield may cost a time slice.
+# An idle server yields its core this many times before it reads the clock. On busy cores each yield may cost a time
+# slice.
 YIELDS = 8
 SPIN_SECONDS = 1e-3
-# the shortest and the longest sleep of an idle server
+# shortest and longest sleep of an idle server, in seconds
 SLEEP_SECONDS = (1e-4, 2e-3)
-# A sleep lasts this share of the idle time so far. So new work is noticed late by at most this share of the idle time.
+# A sleep lasts this share of the time for which the server has been idle. So the delay until new work is noticed is at
+# most this share of the idle time.
 SLEEP_SHARE = 0.02
 TICK_SECONDS = 0.05
 # A busy server reads the clock every BUSY_TURNS turns. An idle server, which mostly yields its core, reads it at least
@@ -59,26 +61,27 @@ TICK_SECONDS = 0.05
 BUSY_TURNS, IDLE_TURNS = 256, 32
 # Summing is memory-bound: beyond a few cores, extra threads only wait for memory.
 MOST_THREADS = 4
-# How long a server goes on at the end of a generation. GRACE_SECONDS: for frames that are still being written.
-# END_SECONDS: for a round to which all have pushed, whose data is still being filled in, and which cannot be undone.
+# The time for which a server continues at the end of a generation.
+# GRACE_SECONDS: to receive frames that are still being written.
+# END_SECONDS: to finish a round that cannot be undone, if all workers have pushed to it but some still copy their data.
 GRACE_SECONDS, END_SECONDS = 0.02, 1.0
-# After the end of a generation a server gives up if its workers do nothing for this long, or for timeout_seconds if
-# that is longer.
+# After the end of a generation a server gives up if its workers neither recover nor close for this long, or for
+# timeout_seconds if that is longer.
 ORPHAN_SECONDS = 300.0
 
 
 def serve(servers: Sequence[Server], opened: Callable[[OpenStore], Server | None] | None = None) -> None:
     """Serve these stores, and others that their workers open, until all workers of all stores have left. Blocking.
 
-    An idle server first yields its core. Later it sleeps, for longer the longer it has been idle. Errors that are
-    neither a worker's fault nor the network's are raised.
+    An idle server first yields its core. Later it sleeps, and each sleep is longer the longer the server has been idle.
+    Errors that are neither a worker's fault nor the network's fault are raised.
 
     Args:
         opened: Makes another store that all workers have asked for. Collective with these workers. Returns None if the
             store is refused.
     """
     serving, turns, load = list(servers), 0, Load()
-    # when the server became idle, and the number of turns since then
+    # the time at which the server became idle, and the number of turns since then
     since, spins = 0.0, 0
     while serving:
         worked = False
@@ -106,8 +109,8 @@ def serve(servers: Sequence[Server], opened: Callable[[OpenStore], Server | None
             if server.finished:
                 serving.remove(server)
                 server.close()
-        # Do not sleep if a worker of this node may complete a block of a sum at any moment: a sleep would take longer
-        # than the worker.
+        # Do not sleep if a worker of this node may deliver the next block of a sum at any moment. The worker mostly
+        # needs less time for this than the shortest sleep takes.
         if since and now - since > SPIN_SECONDS and not any(server.is_summing for server in serving):
             time.sleep(min(max(SLEEP_SHARE * (now - since), SLEEP_SECONDS[0]), SLEEP_SECONDS[1]))
 
@@ -240,7 +243,10 @@ class Server(Member[None]):
     # ---- turns
 
     def turn(self) -> bool:
-        """Read messages, work, and send replies once. True if anything was done. An exception ends the generation."""
+        """Read messages, work, and send replies once.
+
+        Return True if anything was done. An exception ends the generation.
+        """
         if self._ended is not None:
             return not self._closed and self._next_generation()
         try:
@@ -293,8 +299,8 @@ class Server(Member[None]):
     def at_end(self) -> None:
         """End this server's part in a generation that is over. Blocks for a moment.
 
-        Finish rounds to which all have contributed, and drop everything else. Then tell the workers that this server no
-        longer reads their memory.
+        Finish rounds to which all workers have contributed, and discard all other pushes. Then tell the workers that
+        this server no longer reads their memory.
         """
         if self._mirror is not None:
             self._mirror.stop()
@@ -312,9 +318,11 @@ class Server(Member[None]):
         self._ended = now
 
     def _next_generation(self) -> bool:
-        """Begin the next generation once the workers do. True if the workers have begun it or closed the store.
+        """Begin the next generation once the workers do.
 
-        StallError if no worker has called recover() or close() for long.
+        Return True once the workers have begun it or closed the store.
+
+        Raise StallError if no worker has called recover() or close() for a long time.
         """
         assert self._ended is not None
         if not self.generation.barrier.is_due():
@@ -328,7 +336,7 @@ class Server(Member[None]):
     # ---- the next generation: this server as a `recovery.recover.Member`
 
     def take_inventory(self, known: Container[Name] = ()) -> Inventory:
-        """Return what this rank brings into a recovery: also its own units, and copies that it keeps as a mirror."""
+        """Return this rank's inventory for a recovery, with its own units, and the copies that it keeps as a mirror."""
         layout, number = self.layout, self.generation.number
         old = self._last_serving.get_or_save(number, self._now)
         if self._ledger is not None:
@@ -355,7 +363,8 @@ class Server(Member[None]):
     def read_old(self, piece: UnitSlice) -> list[Array]:
         """Return the values and state of an old unit, which this rank can read in one of three places.
 
-        The unit was this server's own, or this server has a copy as a mirror, or the unit's server ran on this node.
+        Either the unit was this server's own, or this server keeps a copy of it as a mirror, or the unit's server ran
+        on this node.
         """
         if piece.owner < 0:
             return self._copies.arrays_of(piece.unit, piece.before)
@@ -364,7 +373,10 @@ class Server(Member[None]):
         return super().read_old(piece)
 
     def move(self, plan: RecoveryPlan) -> ServerReady:
-        """Make this server's units, fill them from old memory of this and other ranks, and send what others need."""
+        """Make this server's units and fill them from old memory of this and other ranks.
+
+        Send what other servers need.
+        """
         layout, number = self.layout, self.generation.number
         groups, compressor = plan.settings()
         self._next = serving = self._serving(self.connection.lines, groups, compressor)
@@ -403,7 +415,7 @@ class Server(Member[None]):
 class WorkerTraffic:
     """The messages between one server and its workers in one generation.
 
-    Frames from workers become calls of the server's `state` and `requests`, and their replies are sent.
+    For each frame from a worker, call the server's `state` or `requests`, and send the replies.
 
     Args:
         lines: The connection to each worker, as `connect` has returned it.
@@ -420,7 +432,8 @@ class WorkerTraffic:
         # connections to workers of other nodes
         self.remote = [line for line in lines if isinstance(line, MessageLine)]
         self._receiver = Receiver(layout.world, layout.options.chunks_in_flight)
-        # Each server begins with a different worker, so that not all servers use the link of the same worker first.
+        # Each server begins with a different worker. Otherwise all servers would use the network link of the same
+        # worker first.
         first = (layout.rank - layout.num_workers) * len(lines) // layout.num_servers
         self._callers = [*enumerate(lines)][first:] + [*enumerate(lines)][:first]
         # first values that are arriving: (function that returns True once all have arrived, unit, line of the sender)
@@ -438,11 +451,11 @@ class WorkerTraffic:
     # ---- in
 
     def read_frames(self) -> bool:
-        """Read and handle frames from workers. True if there were any."""
+        """Read and handle frames from workers. Return True if any had arrived."""
         if not ((self._rings is not None and self._rings.any_written()) or (self.remote and any_waiting(self.remote))):
             return False
         heard = False
-        # Only a store with a quorum needs the time of a push.
+        # Only a store with a quorum needs the time at which a push arrives.
         now = CLOCK.seconds() if self._pushes.wholly else 0.0
         known, new, pushed = self._pushes.known, self._pushes.new, self._state.pushed
         try:
@@ -458,7 +471,7 @@ class WorkerTraffic:
                         pushed(unit, index, source, priority, now)
                     else:
                         self._handle(worker, line, Frame.of(data))
-        # A frame has no answer that could carry the error. So end the generation: all workers see its error.
+        # No answer to a frame could report this error. So end the generation, because then all workers get the error.
         except UnknownError as error:
             raise CollectiveError(
                 f"{error}, and rank {worker} names it: make keys on all workers, and use none that was forgotten"
@@ -505,7 +518,8 @@ class WorkerTraffic:
             for data in line.read() if line.local else ():
                 if data[0] != PUSH or Frame.of(data).unit not in self._state.units:
                     continue
-                # MismatchError: a worker that has left cannot push to this round any more. The push is dropped.
+                # Drop the push if it raises MismatchError, because another worker, which has left, can no longer push
+                # to the round.
                 with suppress(CollectiveError, UnknownError):
                     unit, index, source, _ = known.get(data[:ROUND_AT]) or self._pushes.new(worker, line, data)
                     if type(source) is FillingOutbox:
@@ -543,7 +557,7 @@ class WorkerTraffic:
                 line.post(Op[reply.what], reply.unit, reply.round)
 
     def answer_waiting(self) -> None:
-        """Answer requests that had to wait until all pushes were applied. Called once all pushes are applied."""
+        """Answer requests that had to wait until all pushes were applied. Called when all pushes have been applied."""
         if len(self._state.meeting | self._state.gone) == len(self._lines):
             self._state.all_met()
             self._requests.all_met()
@@ -551,14 +565,17 @@ class WorkerTraffic:
             self._units_changed()
 
     def flush(self) -> None:
-        """Send frames for which a ring had no room before. Workers do not signal when there is room again."""
+        """Send frames that did not fit into a ring before.
+
+        Called again and again, because workers do not signal free room.
+        """
         for _, line in self._callers:
             line.flush()
 
     def tick(self, now: float) -> None:
         """Check for waits that are too long, at this server and at others.
 
-        StallError or MismatchError if a wait will not end.
+        Raise StallError or MismatchError if a wait will not end.
         """
         self._gossip.tick()
         self.send(self._requests.tick(now))

@@ -1,4 +1,4 @@
-"""Rounds of an asynchronous store that close by a quorum: when they close, and what a late push weighs.
+"""Rounds of an asynchronous store that close by a quorum: when they close, and the weight of a late push.
 
 A client is one worker or a group of workers that push together. A client is in time if it has contributed to the last
 round or has read its result. After its push such a client waits until the open round closes. A client that has missed n
@@ -31,7 +31,7 @@ from mpips.store.server.state import ServerState
 from mpips.store.server.unit import Contribution, Replies, Reply, Unit, UnitMirror
 
 LOG = log.get("mpips.store")
-# seconds between two lines of the log about late workers
+# seconds between two log messages about late workers
 SAY_SECONDS = 10.0
 
 
@@ -53,7 +53,7 @@ class QuorumContribution(NamedTuple):
     position: int
     # number of this push among the contributor's pushes
     push: int
-    # the tokens or steps that the push stands for
+    # the number of tokens or steps in the push
     weight: float
     # number of rounds that the push is late; 0: in time
     late: int
@@ -62,7 +62,7 @@ class QuorumContribution(NamedTuple):
 class OpenRound:
     """The open round of one unit.
 
-    `taken` is the number of pushes that were taken from each contributor, in all rounds.
+    `taken` has for each contributor the number of its pushes that were taken, in all rounds so far.
     """
 
     def __init__(self, quorum: Quorum, taken: Iterable[int]) -> None:
@@ -73,11 +73,11 @@ class OpenRound:
         self._seen = [0] * len(self.taken)
         self.in_time: dict[int, QuorumContribution] = {}
         self.late: list[QuorumContribution] = []
-        # when the quorum was reached; None: it is not reached yet
+        # time at which the quorum was reached; None before that
         self._reached: float | None = None
 
     def give(self, position: int, weight: float) -> QuorumContribution:
-        """Take a contribution. A contributor in `in_time` must not give another one."""
+        """Take a contribution. It must not come from a contributor that is in `in_time` already."""
         self.taken[position] += 1
         given = QuorumContribution(position, self.taken[position], weight, max(self.number - self._seen[position], 0))
         self._seen[position] = self.number + (not given.late)
@@ -113,7 +113,7 @@ class OpenRound:
 
     @property
     def closes_at(self) -> float:
-        """When the grace time is over. Infinity before the quorum is reached."""
+        """The time at which the grace time is over. Infinity before the quorum is reached."""
         return math.inf if self._reached is None else self._reached + self.quorum.grace_seconds
 
     def close(self) -> list[tuple[QuorumContribution, float]]:
@@ -155,11 +155,12 @@ class QuorumState(ServerState):
         self._rounds: dict[int, OpenRound] = {}
         # unit number -> late contributions to its open round, which are no longer in the queues
         self._sources: dict[int, dict[QuorumContribution, Contribution]] = {}
-        # when the next grace time is over
+        # time at which the next grace time is over
         self._wakes = math.inf
         # True once the generation has ended
         self._is_over = False
-        # late worker -> (its late pushes to the unit that has the most of them, the most rounds that a push was late)
+        # late worker -> (number of its late pushes to the unit that got most of them, largest number of rounds that a
+        # push was late)
         self.late_pushes: dict[int, tuple[int, int]] = {}
         # (worker, unit number) -> number of late pushes
         self._late: dict[tuple[int, int], int] = {}
@@ -176,7 +177,7 @@ class QuorumState(ServerState):
         self.ready[unit.number] = unit
 
     def wake(self, clock: float) -> None:
-        """Note the time, and close rounds whose grace time is over at the next turn."""
+        """Note the time. At the next turn, rounds whose grace time is over are closed."""
         super().wake(clock)
         if clock >= self._wakes:
             self._wakes = math.inf
@@ -202,7 +203,7 @@ class QuorumState(ServerState):
             LOG.warning("%s", late_sentence(self.late_pushes))
 
     def take_rounds(self) -> tuple[int, Counter[int]]:
-        """Return counts since the last call: closed rounds of units, and for each worker the rounds that it missed.
+        """Return counts since the last call: closed rounds of units, and for each worker the rounds that it has missed.
 
         A worker has missed a round if a push was expected from it, and this push was late or did not arrive.
         """
@@ -340,7 +341,10 @@ class QuorumState(ServerState):
 
 
 def late_sentence(pushes: dict[int, tuple[int, int]]) -> str:
-    """Return the warning about late workers. `pushes`: worker -> (number of its late pushes, most rounds late)."""
+    """Return the warning about late workers.
+
+    `pushes`: worker -> (number of its late pushes, largest number of rounds that a push was late).
+    """
     words = [
         f"rank {worker} with {count} push{'es' * (count > 1)} of a key, by at most {most} round{'s' * (most > 1)}"
         for worker, (count, most) in sorted(pushes.items())

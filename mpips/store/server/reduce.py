@@ -21,22 +21,22 @@ from mpips.store.server.unit import Contribution, Unit
 
 # number of blocks that each thread sums before the server reads messages again
 BURST = 4
-# Sums shorter than this are not worth another thread.
+# Sums of fewer bytes than this use a single thread, because waking other threads would cost more time than it saves.
 SHARED_BYTES = 1 << 21
 # number of bytes that a thread sums at a time when several threads share a sum
 PART_BYTES = 1 << 20
 
 
 class Reduce:
-    """The arithmetic of one server.
+    """Sums the pushes to one server.
 
-    A method that sums never waits for a contribution: it uses what has arrived, and counts finished blocks in
-    `unit.block`. The server calls the method again until `unit.block` is `unit.blocks`. Then the round is over. Methods
-    that return a bool return True if they have done anything.
+    A method that sums never waits for a contribution. It uses the data that has arrived, and counts finished blocks in
+    `unit.block`. The server calls the method again until `unit.block` is `unit.blocks`, that is, until the round is
+    over. Methods that return a bool return True if they have done anything.
 
     Args:
         threads: Number of threads for a long sum, including the caller's.
-        begin_thread: Called first in each thread other than the caller's.
+        begin_thread: Function that each thread other than the caller's calls first.
         cores_shared: True if the node has more processes than cores.
     """
 
@@ -46,7 +46,7 @@ class Reduce:
         self._cores_shared = cores_shared
         self._team = Team(threads, begin_thread)
 
-    # ---- payloads that lie in memory of this node
+    # ---- sums of payloads in memory of this node
 
     def sum_whole(self, unit: Unit, arrays: Sequence[Array]) -> None:
         """Sum and write a unit of one block, whose contributions are all complete."""
@@ -191,7 +191,7 @@ class Reduce:
         if not source.ready(unit.block):
             return False
         if source.sparse:
-            # Read the payload even if it is empty: this frees its buffer.
+            # Read the payload even if it is empty, because this frees its buffer.
             unit.rows = [source.rows()]
             _write_rows(unit, source.empty)
             return True
@@ -257,7 +257,10 @@ def _write_rows(unit: Unit, empty: bool) -> None:
 
 
 def _tell(unit: Unit, blocks: int) -> None:
-    """Tell readers that `blocks` blocks of the round are written. The last block is announced when the round ends."""
+    """Tell readers that `blocks` blocks of the round are written.
+
+    The last block is announced only when the round ends.
+    """
     if blocks < unit.blocks:
         unit.words[0] = unit.round * unit.blocks + blocks
 
@@ -278,7 +281,7 @@ class _Task:
         try:
             self._take(0, self._left.popleft)
         finally:
-            # If an item has raised, the other threads must end too.
+            # If an item has raised an error, the other threads must stop too.
             self._left.clear()
 
     def back(self, thread: int) -> None:
@@ -313,8 +316,9 @@ class Team:
     def share(self, work: Work, items: Iterable[int]) -> None:
         """Call `work(item, thread)` for every item. Blocking.
 
-        Thread 0 takes items from the front, the others from the back. If a thread raises, the exception is raised here
-        after all threads have ended. The call does not wait for threads that wake up after the last item was taken.
+        Thread 0 takes items from the front, and the other threads take items from the back. If a thread raises, the
+        exception is raised here after all threads have ended. The call does not wait for threads that wake up after the
+        last item was taken.
         """
         task = _Task(work, items)
         for other in self._others:
@@ -375,5 +379,5 @@ class _Other:
                 if task is None:
                     return
                 task.back(self._number)
-                # Keep no reference while waiting: the task holds memory of a server.
+                # Keep no reference while waiting, because the task keeps memory of a server alive.
                 del task

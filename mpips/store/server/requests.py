@@ -1,13 +1,14 @@
 """Requests of workers to a server that are not pushes or pulls of keys.
 
-They are new units, settings, states and snapshots, and all requests of services, such as pushes to tables.
+These requests concern new units, settings, states and snapshots. All requests of services, such as pushes to tables,
+are also handled here.
 
-A new setting counts from the next push on, so its request waits until all earlier pushes have been applied. Requests
-that concern no push are answered at once, because other workers may push only after the answer.
+A new setting takes effect from the next push on, so its request waits until all earlier pushes have been applied.
+Requests that concern no push are answered at once, because other workers may push only after the answer.
 
-A snapshot holds values and optimizer states of units as they were at one moment, while updates go on. Taking a snapshot
-copies nothing. A unit is copied as a whole just before it is next written, or while the server has nothing else to do.
-So until a snapshot is dropped, it may need as much memory as its units.
+A snapshot holds values and optimizer states of units as they were at one moment, while updates continue. Taking a
+snapshot copies nothing. A unit is copied as a whole just before it is next written, or while the server has nothing
+else to do. So until a snapshot is dropped, it may need as much memory as its units.
 
 The mirror is another server, which keeps copies of this server's units. The ledger is a list of this server's units and
 settings in shared memory, which other ranks read after this server's death.
@@ -41,7 +42,7 @@ class Requests:
     """The rare requests to one server in one generation.
 
     Args:
-        name: How error messages call the server.
+        name: The name of the server in error messages.
         generation: The number of the generation.
         services: name -> service
     """
@@ -65,11 +66,11 @@ class Requests:
         self.snapshots: Known[int, Known[int, tuple[Unit, FrozenUnit]]] = Known("snapshot")
         # units of snapshots, to be copied while the server has nothing else to do
         self._due: list[Unit] = []
-        # (worker, line, token, request): requests that wait until everything pushed has been applied
+        # (worker, line, token, request) of each request that waits until all pushes have been applied
         self.waiting: list[tuple[int, Line, int, Request]] = []
-        # (line, token, answer, units): answers that are sent once the mirror has these units
+        # (line, token, answer, units) of each answer that is sent once the mirror has these units
         self._unsaid: list[tuple[Line, int, bytes, list[Unit]]] = []
-        # (service, worker, asker, request, payload): requests that wait until the mirror has what they need
+        # (service, worker, asker, request, payload) of each request that waits until the mirror has the data for it
         self._deferred: list[tuple[Service, int, Asker, Request, Payload]] = []
         # worker -> the store that this worker has asked to open
         self.opening: dict[int, OpenStore] = {}
@@ -100,7 +101,7 @@ class Requests:
         return False
 
     def _ask(self, service: Service, worker: int, asker: Asker, request: Request, payload: Payload) -> None:
-        """Give a request to its service, and send the answers that the service can give now."""
+        """Pass a request to its service, and send all answers that the service returns."""
         if service.waits(request):
             self._deferred.append((service, worker, asker, request, payload))
             return
@@ -166,7 +167,7 @@ class Requests:
                 line.post_body(answer, Op.ANSWER, token=token)
 
     def drop(self) -> None:
-        """Drop everything at the end of a generation, when nobody waits for an answer any more."""
+        """Discard all requests at the end of a generation. No worker waits for an answer any more."""
         self.waiting.clear()
         self._unsaid.clear()
         self._deferred.clear()
@@ -206,7 +207,8 @@ class Requests:
                 gone = [units.get(number) for number in request.units]
                 self._state.forget(request.units)
                 self.publish()
-                # The units' memory must not be freed and reused before the ledger has stopped naming it.
+                # Keep the old units until the ledger no longer lists them. Otherwise their memory could be reused while
+                # it is listed.
                 del gone
             case frames.SetOptimizer() | frames.UpdateOptimizer() | frames.SetCompression():
                 self.change(request)
@@ -256,7 +258,8 @@ class Requests:
         else:
             self._state.set_compressor(compression.create(request.options))
         self.publish()
-        # The undo copies' memory must not be freed and reused before the ledger has stopped naming it.
+        # Keep the old undo copies until the ledger no longer lists them. Otherwise their memory could be reused while
+        # it is listed.
         del before
 
     def repeat_change(self, change: frames.Change | None) -> str:
@@ -307,7 +310,7 @@ class Requests:
 def _fitting(unit: Unit, part: frames.StatePart) -> list[np.ndarray] | None:
     """Return the arrays of a unit's new state, or None if the unit gets no state.
 
-    ValueError if the arrays do not fit the unit's optimizer.
+    Raise ValueError if the arrays do not fit the unit's optimizer.
     """
     if unit.optimizer is None:
         raise ValueError(f"key {unit.key!r} has no optimizer, so it takes no state: call set_optimizer first")

@@ -1,4 +1,4 @@
-"""The protocol of a service: something that a server offers besides keys. Tables are the only service.
+"""The protocol of a service, that is, something that servers keep besides keys. Tables are the only service.
 
 A service consists of *collections*. A collection has a name and is pushed to in rounds, as a key is. A service may also
 have internal collections, which users do not see. The store uses services only through the classes in this module;
@@ -6,8 +6,8 @@ have internal collections, which users do not see. The store uses services only 
 
 In each generation (the time between two failures) a server has one `Service` of each `ServiceKind`. A service has its
 own types of requests and may answer late: several rounds may pass before it answers a push. The server tells its
-services which workers have left and which wait for all others. A service reports which of its rounds are waiting, so
-that a long wait for a service ends in the same way as one for a key.
+services which workers have left, and which wait for all other workers. A service reports which of its rounds are
+waiting, so that a long wait for a service ends in the same way as one for a key.
 
 In a recovery each kind of service describes what a rank holds (`describe`), computes from the descriptions of all ranks
 which rounds can be restored (`find`), plans them (`FoundService.plan`), and moves the bytes (`move`). Only the service
@@ -49,7 +49,7 @@ class Surroundings(NamedTuple):
     server: int
     # number of servers of the store
     servers: int
-    # number of pushes that a worker may be ahead of the others; -1: any number; None: rounds are synchronous
+    # number of pushes by which a worker may be ahead of other workers; -1: no limit; None: rounds are synchronous
     staleness: int | None
     # memory for the service; if the store survives deaths, other ranks can read this memory after the server's death
     file: SparseFile
@@ -57,7 +57,7 @@ class Surroundings(NamedTuple):
     # the service's connection to the mirror of this server, as `ServiceCopies.connect` has made it
     mirror: Any
     late: Late
-    # the number that stands for the store in timing records
+    # the number of the store in timing records
     lane: int
     # True to end the generation if an update makes NaN or infinity (the option `check_finite`)
     checks_finite: bool
@@ -78,7 +78,7 @@ class Service(Protocol):
         """Handle a worker's request. Return all answers that can be given now, to this worker or others.
 
         Args:
-            payload: The bytes that precede the request in its message. They lie in the worker's memory.
+            payload: The bytes that precede the request in its message. They are in the worker's memory.
 
         Raises:
             ValueError, TypeError, MemoryError: The request is refused, and nothing has changed. The server sends the
@@ -90,29 +90,29 @@ class Service(Protocol):
         """True if, since the last call, something has changed that other ranks need after this server's death."""
 
     def ledger_entry(self) -> bytes:
-        """Return what other ranks need to find the service's memory after this server's death.
+        """Return the data with which other ranks can find the service's memory after this server's death.
 
         Return b"" while the service is empty.
         """
 
     def take_mirrored(self) -> Answers:
-        """Return the answers that no longer have to wait for the mirror. Called after each look at the mirror."""
+        """Return the answers that no longer have to wait for the mirror. Called after each check of the mirror."""
 
     def left(self, worker: int) -> Answers:
         """Note that a worker has left. Return answers that waited for this worker.
 
-        MismatchError if a round needs a push of this worker.
+        Raise MismatchError if a round needs a push of this worker.
         """
 
     def meets(self, worker: int) -> Answers:
         """Note that a worker waits in a barrier and pushes nothing. Return answers that waited for its pushes."""
 
     def all_met(self) -> None:
-        """Reset the counts of how far workers are ahead, after all workers have passed a barrier."""
+        """Count from 0 again how far each worker is ahead, because all workers have passed a barrier."""
 
     @property
     def open(self) -> Sequence[InRounds]:
-        """The parts of the service that have an open round, for which workers may be waiting."""
+        """The parts of the service that have an open round. Workers may be waiting for these rounds."""
 
     def waits_to_hear(self) -> Sequence[Wait]:
         """Return which workers wait for something other than a push, and for which workers they wait."""
@@ -128,13 +128,13 @@ class Service(Protocol):
         """Return the service's figures for the server's page, the file that other processes read.
 
         The first mapping has numbers by name, which are summed over all stores of the process. The values of the second
-        mapping are common to all stores.
+        mapping are the same in all stores of the process.
         """
 
     # ---- the beginning of a generation
 
     def restore(self, plan: Any, old: OldMemory, rank: int) -> None:
-        """Take over what stays on this server, and make room for what will be moved to it.
+        """Take over the content that stays on this server, and make room for the content that will be moved to it.
 
         Args:
             rank: The server's rank in the new generation.
@@ -176,7 +176,10 @@ class ServiceCopies(Protocol):
         """
 
     def begin(self, rounds: Mapping[Name, int] | None) -> None:
-        """Begin a generation at these rounds, and drop copies of other rounds. None: keep each copy's newest round."""
+        """Begin a generation at these rounds, and drop copies of other rounds.
+
+        If `rounds` is None, keep all newest rounds.
+        """
 
     def drop_before(self, generation: int) -> None:
         """Drop the copies of earlier generations, because all servers have sent everything again in this one."""
@@ -190,11 +193,11 @@ class OldMemory(NamedTuple):
 
     # the ranks of the last generation
     before: Before
-    # this process' rank in the last generation; -1 if it was neither worker nor server
+    # this process's rank in the last generation; -1 if it was neither a worker nor a server
     rank: int
     # rank of a server whose memory this process has mapped -> its sparse file, and its service's `ledger_entry`
     read: Callable[[int], tuple[SparseFile, bytes]]
-    # the dead servers whose memory this rank describes for all others
+    # the dead servers whose memory this rank describes to all other ranks
     described: Collection[int]
     # the service, if this rank was a server
     service: Any = None
@@ -210,10 +213,10 @@ class ServicePlan(Protocol):
         """Collection -> the round at which it begins in the next generation. Includes internal collections."""
 
     def rounds_of(self, rank: int) -> Mapping[Name, int]:
-        """Return collection -> the round from which `rank` goes on, without internal collections.
+        """Return collection -> the round from which `rank` continues, without internal collections.
 
-        A worker goes on from the number of its own pushes that the restored values contain. Its later pushes are lost.
-        Any other rank goes on from the round of the collection.
+        A worker continues from the number of its own pushes that the restored values contain. Its later pushes are
+        lost. Any other rank continues from the round of the collection.
         """
 
     @property
@@ -222,7 +225,7 @@ class ServicePlan(Protocol):
 
 
 class FoundService(Protocol):
-    """What all ranks together hold of a service."""
+    """The content of a service that all ranks together hold."""
 
     @property
     def rounds(self) -> Mapping[Name, Sequence[int]]:
@@ -241,22 +244,22 @@ class ServiceMover(Protocol):
 
     # number of bytes sent and received
     nbytes: int
-    # sends that are not complete
+    # send requests that MPI has not completed
     under_way: list[MPI.Request]
 
     def is_over(self) -> bool:
-        """Advance the transfers for a moment. True once everything has been sent and received."""
+        """Advance the transfers for a moment. Return True once everything has been sent and received."""
 
 
 class ServiceKind(NamedTuple):
-    """A kind of service: functions that make its objects, and its part in a recovery.
+    """A kind of service: the functions that make its objects, and that do its part in a recovery.
 
     Attributes:
         make_worker: Makes a worker's part in the service (`WorkerService`), which lasts as long as its store.
-        decode_records: Decodes the service's JSON in the header of a checkpoint to `CollectionRecord`s. MsgspecError if
-            the JSON is damaged.
+        decode_records: Decodes the service's JSON in the header of a checkpoint to `CollectionRecord`s. Raises
+            MsgspecError if the JSON is damaged.
         make: Makes an empty service of one server for one generation.
-        make_copies: Makes the empty container for copies that a server keeps as a mirror. The copies lie in the file.
+        make_copies: Makes the empty container for copies that a server keeps as a mirror. The copies are in the file.
         describe: Describes, for all ranks, what this rank can read. Returns b"" if it can read nothing.
         find: Combines the descriptions of all ranks. Each argument after the layout has one entry per rank: what the
             rank knows as a worker of the last generation (None if it was not a worker), what `describe` returned on it,

@@ -2,15 +2,16 @@
 
 A push is a frame (a small message) that says where the payload is. `Pushes` makes a `Contribution` from each frame.
 
-A worker of another node sends a block of its payload when the server has a buffer for the block and says so (CREDIT).
-A payload of one block follows its frame without a credit, because a credit would wait in the server's link behind
-answers to workers. First values are received directly into the unit's memory. Only the end of a generation blocks.
+A worker of another node sends a block of its payload when the server has a buffer for the block and tells the worker so
+(CREDIT). A payload of one block follows its frame without a credit, because a credit would have to wait in the server's
+network link behind answers to workers. First values are received directly into the unit's memory. Only the end of a
+generation blocks.
 
 Memory for payloads is bounded, however many pushes are on their way. Besides weights and optimizer state, a server
-keeps at most one copy of the model in sums that wait for other contributors, and one copy in payloads. These payloads
-are those that workers send without being asked (`remote.link.UnreadPayloads`), and blocks that the server asks for
-while there is room (`Buffers`). The block that a sum needs next may be asked for even without room, unless another
-such block is already on its way. The block's memory is free again once the block has been added. So no sum waits for
+needs memory for at most two copies of the model: one in sums that wait for other contributors, and one in payloads.
+These payloads are those that workers send without being asked (`remote.link.UnreadPayloads`), and blocks that the
+server asks for while there is room (`Buffers`). The block that a sum needs next may be asked for even without room,
+unless another such block is already on its way. Its memory is freed once the block has been added. So no sum waits for
 ever.
 """
 
@@ -44,14 +45,14 @@ from mpips.store.transport.pending import LOOK_SECONDS, Bytes, pull_tag, push_ta
 if TYPE_CHECKING:
     from mpips.store.server.state import ServerState
 
-# the number of workers' memory regions that may stay mapped; a server with many units keeps more
+# maximum number of workers' memory regions that stay mapped; it is larger on a server with many units
 VIEWS = 4096
-# number of buffers that are kept for later blocks
+# number of unused buffers that are kept for later blocks
 KEPT = 16
 # number of messages with rows that may be on their way to a worker at a time
 ROW_MESSAGES = 2
-# At the end of a generation a server receives for this long what workers are sending, because the workers wait until
-# they have sent it.
+# At the end of a generation a server continues for this many seconds to receive messages from workers, because the
+# workers wait until their messages are sent.
 DRAIN_SECONDS = 0.2
 # unit, position of the contributor, its contribution, priority
 Push = tuple[Unit, int, Contribution, int]
@@ -73,11 +74,11 @@ class Pushes:
         # region of a payload -> its bytes
         self._views: dict[tuple[int, ...], Array] = {}
         self._most = VIEWS
-        # frame without its round number -> its push, for payloads in memory that a worker may push again
+        # frame without its round number -> its push, for payloads in shared memory, which a worker may push again
         self.known: dict[bytes, Push] = {}
 
     def new(self, worker: int, line: Line, data: bytes) -> Push:
-        """Return the contribution of a frame that is not in `known`."""
+        """Make the push for a frame that is not in `known`."""
         frame = Frame.of(data)
         unit = self._state.units[frame.unit]
         if worker not in unit.position:
@@ -219,7 +220,7 @@ class MessageBlocks(Contribution):
         self._blocks = unit.blocks if frame.coding == Coding.PLAIN else 1
         # number of blocks to ask for at a time, including the one that is needed next
         self._early = max(2, receiver.in_flight // len(unit.contributors))
-        # blocks that were asked for and not taken; the last has the number `_asked - 1`
+        # blocks that were asked for but not taken yet; the last one has the number `_asked - 1`
         self._coming: deque[_IncomingBlock] = deque()
         self._asked = 0
         if frame.flags & ALONG:
@@ -235,7 +236,10 @@ class MessageBlocks(Contribution):
         return block < self._asked and self._receiver.came(self._coming[0])
 
     def _ask(self, next_one: bool) -> bool:
-        """Ask for the next block. False if there is no room for it. `next_one`: the sum needs this block now."""
+        """Ask for the next block. Return False if there is no room for it.
+
+        `next_one` is True if the sum needs this block now.
+        """
         unit, receiver = self._unit, self._receiver
         due = next_one and unit.position.get(self._worker, unit.turn) == unit.turn
         data = receiver.buffers.borrow(self._nbytes(self._asked), due)
@@ -256,7 +260,7 @@ class MessageBlocks(Contribution):
         return came.data
 
     def part(self, block: int, start: int, stop: int) -> Array:
-        """Return the elements of this block, which must be ready. They are valid until the next look at any payload."""
+        """Return the elements of this block, which must be ready. They are valid only until another payload is read."""
         return self._take().view(self._unit.stored.dtype)
 
     def drop(self) -> None:
@@ -295,7 +299,7 @@ class CodedMessage(MessageBlocks):
 class WholeMessage(Contribution):
     """A payload that is received from another process into memory of its own, even before its turn.
 
-    So a payload that arrives slowly occupies no buffer that others need. `read` decodes a coded payload.
+    So a payload that arrives slowly does not occupy a buffer that other payloads need. `read` decodes a coded payload.
     """
 
     local = False
@@ -392,7 +396,7 @@ class Receiver:
         return _IncomingBlock(request, data, due)
 
     def came(self, block: _IncomingBlock) -> bool:
-        """True if a block has arrived. Never True if its worker has died before the block arrived."""
+        """True if a block has arrived. Stays False if the worker has died first."""
         name = id(block.request)
         # A request is null once it has completed.
         if block.request:
@@ -409,7 +413,10 @@ class Receiver:
     # ---- out
 
     def ship(self, unit: Unit, worker: int, rows: NDArray[np.int64] | None = None) -> None:
-        """Begin to send a unit, or rows of it. A unit without a copy must not change until `delivered` names it."""
+        """Begin to send a unit, or rows of it.
+
+        If the unit has no copy, it must not change until `delivered` returns it.
+        """
         stored = unit.stored if unit.copy is None else unit.copy
         if rows is None:
             blocks: Iterator[Bytes] = iter(cut_bytes(stored, unit.block_elements * stored.itemsize))
@@ -450,8 +457,8 @@ class Receiver:
     def stop(self, lines: Iterable[Line]) -> None:
         """Give up all receives at the end of a generation.
 
-        First receive for a moment what workers are sending, because the workers wait until they have sent it. Drop all
-        of this. Memory that MPI may still touch is kept alive.
+        First continue for a moment to receive messages from workers, because the workers wait until their messages are
+        sent. Discard these messages. Memory that MPI may still use is kept alive.
         """
         distant = [line for line in lines if isinstance(line, MessageLine)]
         dropped: list[MPI.Request] = []
@@ -481,7 +488,7 @@ class Receiver:
 
 
 class Buffers:
-    """Buffers for the blocks that a server receives. `limit`: the bytes that they may fill, the size of all units."""
+    """Buffers for the blocks that a server receives. `limit` is their total size in bytes: the size of all units."""
 
     def __init__(self) -> None:
         self.limit = self.held = 0

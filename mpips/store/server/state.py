@@ -1,11 +1,11 @@
-"""Decide when a server applies pushes and lets pulls return: in rounds, or one by one within `staleness`. No MPI.
+"""Decide when a server applies pushes and lets pulls return: in rounds, or one by one within `staleness`. No MPI calls.
 
 `ServerState` is a state machine for the units of a server, which are independent of each other. A unit is a part of a
 key on one server. The same workers, its contributors, always push to it. The server's loop turns messages into events
 (the methods `pushed`, `pulled`, `released`, `waits`, `meets`, `left`), and calls `work` as long as there is something
 to do. The loop sends the replies that these methods return. An exception ends the generation, which is the life of the
-store between two failures: `finish` then applies what it still can, and `abandon` drops the rest. The next generation
-has a new state.
+store between two failures: `finish` then applies the rounds that it can still complete, and `abandon` discards all
+other pushes. The next generation has a new state.
 
 `SynchronousState` applies rounds. Round r of a unit is complete when every contributor has pushed the unit r times. The
 round is summed in the order of the contributors, block by block. The optimizer updates the stored values by each summed
@@ -13,9 +13,9 @@ block. Without an optimizer the sum replaces the values. The unit's progress wor
 done. A worker may be any number of rounds ahead.
 
 `AsynchronousState` applies every push as an update of its own, in the order of arrival. Pushes and pulls of a worker
-that is too far ahead of the slowest worker are held back. A worker that waits for all others, in a barrier or to close
-the store, pushes nothing until all others have come. So others need not wait for its pushes. Once all have come, the
-server counts from 0 again how far workers are ahead.
+that is too far ahead of the slowest worker are held back. A worker that waits for all other workers, in a barrier or to
+close the store, pushes nothing until all have come. So other workers need not wait for its pushes. Once all have come,
+the server again counts from 0 how far each worker is ahead.
 
 Reading: in a synchronous store, workers of this node read without asking, as far as the progress word allows. In an
 asynchronous store they may read a unit of one block without asking, between two updates: `words[0]` is odd while an
@@ -47,18 +47,21 @@ from mpips.store.server.late import BEFORE_LEAVING, InRounds, Late, Wait
 from mpips.store.server.reduce import Reduce
 from mpips.store.server.unit import Contribution, Known, Replies, Reply, Unit, UnitMirror
 
-# The work of a server between two looks for messages: TURNS turns of units of at most SHORT_BYTES, or one turn of a
-# longer unit.
+# The work of a server between two checks for messages: TURNS turns with units of at most SHORT_BYTES, or one turn with
+# a longer unit.
 TURNS, SHORT_BYTES = 8, 1 << 14
 PRIORITY = attrgetter("priority")
-# The number under which the recorder keeps what this process' servers do. It is larger than the numbers of stores.
+# The recorder stores under this number what the servers of this process do. It is larger than the numbers of stores.
 LANE = 3 << 62
 Name = int | str
 
 
 @cache
 def _marks() -> recorder.Marks:
-    """Return the shared words that show other processes what this process' servers do. The words are made once."""
+    """Return the shared words that show other processes what the servers of this process do.
+
+    The words are made only once.
+    """
     return recorder.Marks(LANE)
 
 
@@ -89,19 +92,19 @@ class ServerState(ABC):
         compressor: Compressor | None = None,
     ) -> None:
         self.units: Known[int, Unit] = Known("unit")
-        # the number that stands for the store in timing records; set once it is known
+        # the number of the store in timing records; set once it is known
         self.lane = LANE
         self.optimizers = optimizers or Groups()
         self.compressor = compressor
         self.late = late or Late()
         # units that have something to apply
         self.ready: dict[int, Unit] = {}
-        # Units to whose open round some workers have pushed. Always empty in a store in which no worker waits for the
-        # pushes of others.
+        # Units with an open round, to which some workers have pushed. Always empty in a store in which no worker waits
+        # for the pushes of other workers.
         self.open: dict[int, Unit] = {}
         # workers that have left
         self.gone: set[int] = set()
-        # workers that wait for all others
+        # workers that wait for all other workers
         self.meeting: set[int] = set()
         # workers that wait until all pushes have been applied
         self.asking: set[int] = set()
@@ -109,7 +112,7 @@ class ServerState(ABC):
         self._remote = frozenset(remote)
         self._reduce = reduce or Reduce()
         self._mirror = mirror
-        # shows other processes which unit this server has last summed, or let a worker read
+        # shows other processes the unit that this server last summed, or last allowed a worker to read
         self._word = _marks().word
         # unit number -> (ring, record id) of the round that is being summed
         self._begun: dict[int, tuple[RecordRing, int]] = {}
@@ -124,10 +127,10 @@ class ServerState(ABC):
 
     @abstractmethod
     def pushed(self, unit: Unit, index: int, source: Contribution, priority: int, clock: float) -> None:
-        """Take a push of the contributor at `index`. MismatchError if the round of this push can never end.
+        """Take a push of the contributor at `index`. Raise MismatchError if the round of this push can never end.
 
-        `clock` (the time now) is used only in a store with a quorum. In other stores the next `tick` notes since when a
-        round has been waiting, because reading the clock at every push takes time.
+        `clock` (the time now) is used only in a store with a quorum. In other stores the next `tick` notes the time at
+        which a round began to wait, because reading the clock at every push would take time.
         """
 
     def pulled(self, number: int, worker: int, round_: int, rows: NDArray[Any] | None = None) -> Replies:
@@ -164,18 +167,21 @@ class ServerState(ABC):
         self.asking.add(worker)
 
     def all_met(self) -> None:
-        """Count from 0 again how far workers are ahead. All workers have met, and everything pushed is applied."""
+        """Again count from 0 how far each worker is ahead. All workers have met, and all pushes have been applied."""
         self.meeting.clear()
         for unit in self.units.values():
             unit.met = list(unit.done)
 
     def left(self, worker: int) -> Replies:
-        """Stop waiting for a worker that has closed the store. MismatchError if an open round needs this worker."""
+        """Stop waiting for a worker that has closed the store.
+
+        Raise MismatchError if an open round needs this worker.
+        """
         self.gone.add(worker)
         for unit in self.units.values():
             unit.pulls = [pull for pull in unit.pulls if pull[0] != worker]
             unit.holds = [hold for hold in unit.holds if hold[0] != worker]
-            # A worker of another node reads until the messages to it are sent, which ends by itself.
+            # A worker of another node counts as reading until the messages to it are sent. That ends by itself.
             if worker not in self._remote:
                 unit.readers = [reader for reader in unit.readers if reader != worker]
         return self._handle_absent()
@@ -210,7 +216,7 @@ class ServerState(ABC):
     def quiet(self) -> bool:
         """True if everything pushed has been applied and, if there is a mirror, has arrived at the mirror.
 
-        Pushes that cannot be applied yet, because their worker is too far ahead, do not count.
+        Pushes that must wait because their worker is too far ahead are ignored.
         """
         return not self.ready and not self.open and (self._mirror is None or self._mirror.quiet)
 
@@ -239,7 +245,7 @@ class ServerState(ABC):
     def _as_they_came(self) -> Iterator[Unit]:
         """Yield the units that are ready, in the order in which they became ready.
 
-        There may be thousands of units, and the caller mostly needs only the first. So build lists only when needed.
+        There may be thousands of units, and the caller mostly needs only the first one. So do not build a list of all.
         """
         first = next(iter(self.ready.values()))
         yield first
@@ -256,7 +262,10 @@ class ServerState(ABC):
 
     @abstractmethod
     def _handle_gone(self, unit: Unit) -> None:
-        """Handle the absence of workers for one unit. MismatchError if the open round needs a worker that has left."""
+        """Handle the absence of workers for one unit.
+
+        Raise MismatchError if the open round needs a worker that has left.
+        """
 
     @abstractmethod
     def _may_read(self, unit: Unit, worker: int, round_: int) -> bool:
@@ -265,7 +274,8 @@ class ServerState(ABC):
     def _grant(self, unit: Unit) -> Replies:
         """Grant the pulls and holds that are due. The unit is not written until their workers have finished reading.
 
-        A pull is due once the worker's own pushes are in the unit. A hold is due once enough pushes of all workers are.
+        A pull is due once the worker's own pushes are in the unit. A hold is due once the unit has enough pushes of all
+        workers.
         """
         if unit.block or not (unit.pulls or unit.holds):
             return []
@@ -295,13 +305,16 @@ class ServerState(ABC):
             self._mirror.changed(unit)
 
     def set_timed(self, every: bool) -> None:
-        """From now on time the rounds of all units, or only of long units if not `every`. See `recorder.own.trace`."""
+        """From now on time the rounds of all units if `every`, otherwise only those of long units.
+
+        See `recorder.own.trace`.
+        """
         self._every = every
         for unit in list(self.units.values()):
             unit.is_timed = every or unit.is_long
 
     def _begin(self, unit: Unit, number: int) -> None:
-        """Begin to time a round that is being applied. In an asynchronous store: a push."""
+        """Begin to time a round that is being applied, or in an asynchronous store, a push that is being applied."""
         into = recorder.ring
         self._begun[unit.number] = into, into.begin(unit.form, 0, number)
 
@@ -311,7 +324,7 @@ class ServerState(ABC):
             begun[0].end(begun[1])
 
     def _failed(self, unit: Unit, error: Exception) -> CollectiveError:
-        """Return the exception to raise after an update has failed. The unit is not worked on any more."""
+        """Return the exception to raise after an update has failed. The unit is not updated any more."""
         self._forget(unit)
         return unit.failed(error)
 
@@ -334,8 +347,8 @@ class ServerState(ABC):
     def _prepare(self, unit: Unit) -> None:
         """Load the compiled loops that will sum and update a unit, if they will probably save time.
 
-        Small units save less time than loading takes, which may block for a second or two (`equation.prepare`). Also
-        make the text that all timing records of the unit share.
+        Loading may block for a second or two (`equation.prepare`). For small units the loops would save less time than
+        that. Also make the text that all timing records of the unit share.
         """
         if self.compressor is not None:
             self.compressor.prepare(unit.stored.dtype, unit.stored.size)
@@ -347,7 +360,8 @@ class ServerState(ABC):
             parts = 1
         elif self._remote.isdisjoint(unit.contributors):
             parts = count
-        # Pushes from other nodes are added one by one as they come. One loop adds the last push and writes the result.
+        # Pushes from other nodes are added one by one as they arrive. A single loop adds the last push and writes the
+        # result.
         else:
             parts = min(2, count)
         if unit.optimizer is None:
@@ -402,7 +416,7 @@ class ServerState(ABC):
     # ---- the end of a generation
 
     def finish(self) -> bool:
-        """Apply rounds to which all have pushed, at the end of a generation. True if anything was done.
+        """Apply rounds to which all workers have pushed, at the end of a generation. Return True if anything was done.
 
         If an update fails, its unit is left as it is.
         """
@@ -478,7 +492,7 @@ class SynchronousState(ServerState):
         return worked, self._end_round(unit) if unit.mirrored else []
 
     def _sum(self, unit: Unit, sources: Sequence[Contribution]) -> bool:
-        """Sum the blocks whose contributions have arrived. True if there were any."""
+        """Sum the blocks whose contributions have arrived. Return True if there were any."""
         reduce = self._reduce
         if unit.blocks == 1 and not reduce.worth_sharing(unit, sources, 0, 1):
             steady = [array for source in sources if (array := source.steady) is not None]
@@ -492,12 +506,15 @@ class SynchronousState(ServerState):
         return reduce.sum_arriving(unit, sources)
 
     def _end_round(self, unit: Unit) -> Replies:
-        """End a round: workers may read it, and contributors may go on. The next round may be complete already."""
+        """End a round: workers may read its result, and contributors may continue.
+
+        The next round may be complete already.
+        """
         if self._begun:
             self._end(unit)
         unit.round = round_ = unit.round + 1
         if unit.optimizer is None:
-            # The sum has replaced every value, so nothing is left of a torn round.
+            # The sum has replaced every value, so the unit is no longer torn.
             unit.torn = False
         unit.begin()
         missing = 0
@@ -529,7 +546,7 @@ class SynchronousState(ServerState):
 
 
 class AsynchronousState(ServerState):
-    """Units to which every contribution is applied by itself.
+    """Units to which each push is applied as an update of its own.
 
     Args:
         staleness: Number of pushes of a unit by which a worker may be ahead of the slowest worker, counted from the

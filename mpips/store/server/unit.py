@@ -1,4 +1,4 @@
-"""A unit on its server: its values and optimizer state, the sum and update of a block, queues of pushes. No I/O.
+"""A unit on its server: its values and optimizer state, the sum and update of a block, and queues of pushes. No I/O.
 
 A unit is a part of a key on one server. The same workers, its contributors, always push to it. A unit is summed and
 updated in blocks, which fit into the cache.
@@ -20,7 +20,7 @@ from mpips.store.recovery.undo import Undo, with_state
 
 K = TypeVar("K")
 V = TypeVar("V")
-# how many known names an error message shows
+# maximum number of known names that an error message shows
 SHOWN = 8
 
 
@@ -29,10 +29,10 @@ class UnknownError(ValueError):
 
 
 class Known(dict[K, V]):
-    """A dict of what workers can name in messages, such as units. A missing name raises UnknownError.
+    """A dict of things that workers can name in messages, such as units. A missing name raises UnknownError.
 
     Args:
-        noun: The kind of thing that has these names, such as "unit", for the text of the error.
+        noun: The word for these things in error messages, such as "unit".
     """
 
     def __init__(self, noun: str) -> None:
@@ -45,23 +45,23 @@ class Known(dict[K, V]):
 
 
 class Contribution:
-    """Base class of pushes to a unit. Subclasses (`server.sources`) know where the payload lies and how it is coded.
+    """Base class of pushes to a unit. Subclasses (`server.sources`) know the place and the encoding of the payload.
 
-    The defaults are those of a payload that is complete and lies in memory of this node.
+    The defaults are for a payload that is complete, and is in memory of this node.
     """
 
-    # True if the payload lies in memory of this node
+    # True if the payload is in memory of this node
     local = True
     # True if the payload is compressed or row-sparse. A coded payload is read as a whole, once `ready(0)` is True. Any
     # other payload is read block by block.
     coded = False
     # True if the payload is row-sparse
     sparse = False
-    # True if the push has no values and only counts as a round
+    # True if the push has no values, and only counts as a contribution to the round
     empty = False
     # all elements of the unit, if they are complete and in memory of this node; otherwise None
     steady: Array | None = None
-    # the weight of the push in a round that a quorum closes
+    # the weight of the push, in a store with a quorum
     quorum_weight = 1
 
     def ready(self, block: int) -> bool:
@@ -146,7 +146,7 @@ class FrozenUnit:
 class Unit:
     """One unit on its server.
 
-    Workers on the same node read the unit's progress in `words`, which lie in shared memory. `words[0]` counts finished
+    Workers on the same node read the unit's progress in `words`, which are in shared memory. `words[0]` counts finished
     blocks over all rounds (for asynchronous stores, see `state`). `words[1 + i]` is the number of rounds of contributor
     i that the server has read.
 
@@ -201,7 +201,7 @@ class Unit:
         self.round = 0
         # asynchronous: for each contributor, the number of its pushes that are applied
         self.done = [0] * len(self.contributors)
-        # the value of `done` when all workers last waited for one another
+        # the value of `done` when all workers last met in a barrier
         self.met = [0] * len(self.contributors)
         self.priority = 0
         # workers that are reading
@@ -210,14 +210,14 @@ class Unit:
         self.pulls: list[tuple[int, int, Array | None]] = []
         # requests to hold the unit unchanged: (worker, number of pushes that must be in the unit)
         self.holds: list[tuple[int, int]] = []
-        # when the open round began to wait; None: the next `Late.tick` sets this time
+        # time at which the open round began to wait; None until the next `Late.tick` sets it
         self.opened: float | None = 0.0
         self.warned = False
-        # numbers that show other processes that the unit is being summed, or pulled
+        # numbers that show other processes that this unit is being summed, or is being pulled
         self.token = self.token_of_pulls = 0
-        # the part that all timing records of its rounds have in common
+        # the text that all timing records of the unit's rounds share
         self.form = b""
-        # is_long: its rounds are always timed; is_timed: its rounds are timed at present
+        # is_long: the unit's rounds are always timed. is_timed: its rounds are timed now.
         self.is_long = self.is_timed = False
         # the number of pushes of each contributor at the last call of `uncounted`
         self._counted: list[int] = []
@@ -240,7 +240,7 @@ class Unit:
         self.writes = 0
         # True if the optimizer's step has been increased for the open round
         self.stepped = False
-        # number of blocks that are applied
+        # number of blocks of the open round that are applied
         self.block = 0
         # Number of contributors that have been added to `total` or `rows`: with their whole payload if any payload is
         # coded, otherwise with their part of the current block.
@@ -249,7 +249,7 @@ class Unit:
         self.part_block = 0
         # the running sum: of all blocks if any payload is coded, otherwise of the current block
         self.total: Array | None = None
-        # the rows that have been added, kept instead of `total` as long as all contributions are rows
+        # the row-sparse contributions so far; kept instead of `total` as long as all contributions are row-sparse
         self.rows: list[RowSparse] = []
 
     def uncounted(self, asynchronous: bool) -> list[int]:
@@ -296,7 +296,7 @@ class Unit:
         self.readers, self.pulls, self.holds = [], [], []
         self.reset()
 
-    # ---- the stored values. With an undo copy (`recovery.undo`) the previous round can be restored after a death.
+    # ---- the stored values; with an undo copy (`recovery.undo`), the previous round can be restored after a death
 
     @property
     def stands_at(self) -> int | None:
@@ -327,7 +327,7 @@ class Unit:
         return self.undo.state
 
     def note_overwrite(self, torn: bool) -> None:
-        """Note in the unit, and in its undo copy, that its values are being replaced other than by a push.
+        """Note in the unit, and in its undo copy, that something other than a push replaces its values.
 
         Call it with True before the replacement and with False after it. If the replacement is interrupted, the unit
         stays marked as torn: a part of its values may be old and a part new.
@@ -351,7 +351,7 @@ class Unit:
             self.step -= 1
 
     def go_to_undo_copy(self) -> None:
-        """Set the optimizer's step and state to match the stored values, after the undo copy has restored these."""
+        """Set the optimizer's step and state to those of the undo copy, after it has restored the stored values."""
         assert self.undo is not None
         step = self.undo.available_rounds()[0].step
         self.state, self.step = (None, 0) if step is None else (self.undo.state, step)
@@ -382,7 +382,7 @@ class Unit:
             self.undo.keep_old(start, stop)
 
     def thaw(self) -> None:
-        """Prepare for a write: copy the arrays of snapshots, and drop the copy that workers read."""
+        """Prepare for a write: copy arrays for snapshots, and discard the copy that workers read (with a quorum)."""
         self.copy = None
         for frozen in self.frozen:
             frozen.copy()

@@ -1,7 +1,7 @@
 """Collectives among the members of a client on several nodes: reduce, broadcast, reduce-scatter, allgather, as tasks.
 
-A client is a group of workers that sum before they push. All sums add in the order of the ranks, so that an element's
-bits do not depend on how keys are cut. Several collectives with different tags may overlap, and ranks may start them in
+A client is a group of workers that sum before they push. All sums add in the order of the ranks. So the bits of a sum
+do not depend on how keys are cut. Several collectives with different tags may overlap, and ranks may start them in
 different orders. MPI's own non-blocking collectives would have to start in the same order on all ranks.
 """
 
@@ -23,9 +23,10 @@ from mpips.collectives.schedule.model import cut
 from mpips.store.keys.key import Array
 from mpips.store.transport.pending import LOOK_SECONDS, QUIET_SECONDS, QUIET_TAG, MessagesUnderWay
 
-# Up to this size one round of whole vectors is taken to be faster than two rounds of slices.
+# For vectors of at most this size, one round of messages with whole vectors is used instead of two rounds with slices.
 SHORT_BYTES = 8 << 10
-# At the end of a generation a member without sends of its own receives the messages of other members for this long.
+# At the end of a generation, a member without sends of its own receives messages of other members for this many
+# seconds.
 ALONE_SECONDS = 1.0
 
 
@@ -89,8 +90,8 @@ class ClientSums:
     def reduce_to_first(self, x: Array, out: Array | None, tag: int) -> Task[None]:
         """Sum x over the ranks into out on rank 0. out is None on other ranks.
 
-        A long vector is reduce-scattered, and the slices are sent to rank 0. A short vector is sent to rank 0 as a
-        whole.
+        For a long vector, each rank first sums one slice (a reduce-scatter), and then sends it to rank 0. A short
+        vector is sent to rank 0 as a whole.
         """
         owners = self._size if x.nbytes > SHORT_BYTES else 1
         cuts = [int(cut(x.size, owners, min(i, owners))) for i in range(self._size + 1)]
@@ -141,7 +142,7 @@ class ClientSums:
 
 
 class _Quiet:
-    """Keeps track of the members that may still send. Each member announces when it will send nothing more."""
+    """Keeps track of the members that may still send messages. Each member announces when it will send no more."""
 
     def __init__(self, comm: MPI.Comm) -> None:
         self._comm = comm
@@ -149,7 +150,7 @@ class _Quiet:
         self._others = set(range(comm.Get_size())) - {comm.Get_rank()}
 
     def say(self) -> None:
-        """Announce to the others that this member sends nothing more. Only the first call sends a message."""
+        """Announce to the other members that this member sends nothing more. Only the first call sends a message."""
         if not self._said:
             self._said = True
             others = set(range(self._comm.Get_size())) - {self._comm.Get_rank()}

@@ -1,4 +1,4 @@
-"""The messages between workers and servers: a 64-byte frame for everything, and a typed body (msgspec) for rare things.
+"""The messages between workers and servers: a 64-byte frame for each, and a typed body (msgspec) for rare requests.
 
 A *unit* is a part of a key that one server keeps. The workers that push to a unit, its *contributors*, stay the same.
 A *payload* is the data of a push or a pull.
@@ -36,9 +36,12 @@ REFUSED, NO_MEMORY = 1, 2
 
 
 class Op(IntEnum):
-    """The operation of a frame. Workers send operations with numbers below 16. Servers send the others, and BYE."""
+    """The operation of a frame.
 
-    # A contribution to a round of a unit. The payload lies in a region of shared memory, or follows as messages.
+    Workers send operations with numbers below 16. Servers send those from 16 on, and BYE.
+    """
+
+    # A contribution to a round of a unit. The payload is in a region of shared memory, or follows as messages.
     PUSH = 1
     # The worker wants to read a unit once the unit contains the worker's first `round` pushes.
     PULL = 3
@@ -140,7 +143,7 @@ class UnitCard(msgspec.Struct, array_like=True):
 
 
 class Create(msgspec.Struct, tag=True):
-    """Make units. Answered with Created once the units have memory."""
+    """Make units. The server answers with Created once the units have memory."""
 
     units: list[UnitCard]
 
@@ -150,7 +153,7 @@ class Created(msgspec.Struct, tag=True):
 
     # one region with the words of all units (`arrange_words`)
     words: tuple[int, ...]
-    # for each unit the region with its values
+    # for each unit, the region with its values
     values: list[tuple[int, ...]]
 
 
@@ -161,16 +164,16 @@ class Forget(msgspec.Struct, tag=True):
 
 
 class Flush(msgspec.Struct, tag=True):
-    """Wait for earlier pushes. Answered when the server has applied them, except those that `staleness` holds back.
+    """Wait for earlier pushes. The server answers once it has applied them, except those that `staleness` holds back.
 
-    If all workers have sent MEETS before, `staleness` holds back no push.
+    If all workers have sent MEETS first, `staleness` does not hold back any push.
     """
 
 
 class OpenStore(msgspec.Struct, tag=True):
-    """Make another store with these servers. Sent by every worker.
+    """Create another store with these servers. Every worker sends this request.
 
-    The server first answers, and then takes part in making the store, which is collective over all ranks.
+    The server first answers, and then takes part in the creation of the store, which is collective over all ranks.
     """
 
     kind: str
@@ -202,7 +205,7 @@ class SetCompression(msgspec.Struct, tag=True):
 
 
 class GetState(msgspec.Struct, tag=True):
-    """Ask for the optimizer state of a unit. Answered with StatePart."""
+    """Ask for the optimizer state of a unit. The server answers with StatePart."""
 
     unit: int
 
@@ -216,7 +219,10 @@ class StatePart(msgspec.Struct, tag=True):
 
 
 class GetVersions(msgspec.Struct, tag=True):
-    """Ask how many pushes each of some units of an asynchronous store contains. Answered at once, with Versions."""
+    """Ask for the number of pushes in each of these units of an asynchronous store.
+
+    The server answers at once, with Versions.
+    """
 
     units: list[int]
 
@@ -245,7 +251,10 @@ class SetTorn(msgspec.Struct, tag=True):
 
 
 class TakeSnapshot(msgspec.Struct, tag=True):
-    """Make a snapshot of values and states of units, and keep it under a number. Answered with Snapshotted."""
+    """Make a snapshot of values and states of units, and keep it under a number.
+
+    The server answers with Snapshotted.
+    """
 
     number: int
     units: list[int]
@@ -259,7 +268,7 @@ class Snapshotted(msgspec.Struct, tag=True):
 
 
 class ReadSnapshot(msgspec.Struct, tag=True):
-    """Ask for elements [start, stop) of a unit's values (slot -1) or of a state array. Answered with Bytes.
+    """Ask for elements [start, stop) of a unit's values (slot -1) or of a state array. The server answers with Bytes.
 
     `number` is the number of the snapshot.
     """
@@ -317,13 +326,13 @@ def request_decoder(others: Iterable[Any]) -> Callable[[memoryview], Any]:
     """Return a function that decodes the requests of the store and of its services.
 
     Args:
-        others: For each service the type of its requests, which may be a union of types.
+        others: For each service, the type of its requests, which may be a union of types.
     """
     return msgspec.msgpack.Decoder(functools.reduce(operator.or_, others, Request)).decode
 
 
 def arrange(cards: Sequence[UnitCard], itemsizes: Sequence[int]) -> tuple[list[int], int]:
-    """Lay out the values of units in one piece of memory. Return the offset of each unit, and the total size, in bytes.
+    """Lay out the values of units in one piece of memory. Return each unit's offset and the total size, in bytes.
 
     Each unit begins on a cache line.
     """
@@ -337,8 +346,8 @@ def arrange(cards: Sequence[UnitCard], itemsizes: Sequence[int]) -> tuple[list[i
 def arrange_words(cards: Sequence[UnitCard]) -> tuple[list[int], int]:
     """Lay out the words of units in one region. Return the index of each unit's first word, and the number of words.
 
-    Words are 8-byte counters that tell workers how far a server is. A unit has one progress word, and one word for each
-    contributor. Each unit begins on a cache line.
+    Words are 8-byte counters that show workers how far a server has progressed. A unit has one progress word, and one
+    word for each contributor. Each unit begins on a cache line.
     """
     words, word = [], 0
     for card in cards:

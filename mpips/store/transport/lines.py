@@ -1,13 +1,13 @@
 """A line is the connection between one worker and one server. It carries frames in both directions, in order.
 
 A *frame* is a message of 64 bytes (see `frames`). Some frames are followed by a *body*, an array of bytes. `connect`
-makes the lines: a `SharedLine` of two rings if both ends can map each other's memory, else a `MessageLine` of MPI
-messages.
+makes the lines: a `SharedLine` of two rings if both ends can map each other's memory, else a `MessageLine`, which uses
+MPI messages.
 
 A *ring* is a queue of slots in memory that both ends map, with one writer and one reader. The writer fills a slot, then
-raises the tail. The reader reads up to the tail, then raises the head. This needs a processor that keeps stores in
-order (total store order, as x86 has); on other processors frames travel as messages. The tails of all workers' rings
-lie side by side, so that a server learns by one comparison whether any worker has written.
+raises the tail. The reader reads up to the tail, then raises the head. This needs a processor that does not reorder
+writes to memory (total store order, as on x86). On other processors frames travel as MPI messages. The tails of all
+workers' rings are side by side in memory, so that a server can check by one comparison whether any worker has written.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from mpips.store.transport.frames import FRAME, FRAME_BYTES, NOWHERE, ROUND, ROU
 from mpips.store.transport.pending import TAG_BODY, TAG_FRAME
 
 WHAT = "mpips.create"
-# how many sends a line collects before it checks which of them MPI has completed
+# number of sends that a line collects before it checks which of them MPI has completed
 SENT = 32
 SLOTS = 256
-# number of words that the two rings of a worker have: request tail, request head, reply tail, reply head
+# number of words for the two rings of a worker: request tail, request head, reply tail, reply head
 WORDS = 4
 # a function like `Generation.wait`: it waits until the condition is true; the text says what it waits for
 Wait = Callable[[Callable[[], object], str], object]
@@ -49,14 +49,14 @@ class Connection(NamedTuple):
 
     # On a worker: one line to every server. On a server: one line to every worker. Empty on a spare.
     lines: list[Line]
-    # on a server its own rings
+    # on a server, its own rings; otherwise None
     rings: Rings | None
-    # rank of each other server on this node -> its ledger, the memory in which it notes where its units are
+    # rank of each other server on this node -> its ledger, the memory in which it records where its units are
     ledgers: dict[int, Region]
 
 
 class _Offer(msgspec.Struct, array_like=True):
-    """Memory that a rank offers to other ranks on its node. They try to map it.
+    """Memory that a rank offers to the other ranks on its node, which try to map it.
 
     A server offers its rings, and also its ledger if it has one. A worker offers a few bytes, only so that servers can
     test whether they can map its memory.
@@ -71,7 +71,7 @@ def connect(layout: Layout, place: MeetingPlace, wait: Wait, ledger: Region | No
 
     A worker and a server use rings if MPI says that they share a node, and if each could map the other's memory. In a
     store with a quorum all use messages, so that a stalled worker holds no memory that others need. If this processor
-    may reorder stores, all use messages as well, and rank 0 warns of it (RuntimeWarning).
+    may reorder writes to memory, all use messages as well, and rank 0 warns (RuntimeWarning).
 
     Args:
         place: The rendezvous through which the ranks exchange data.
@@ -118,7 +118,7 @@ def connect(layout: Layout, place: MeetingPlace, wait: Wait, ledger: Region | No
 
 
 class SharedLine:
-    """A line of two rings. A body stays in its sender's memory until the other end has finished with the frame.
+    """A line of two rings. A body stays in the sender's memory until the receiver has finished with the frame.
 
     Args:
         wait: The function that waits while the ring is full, or None. A worker can wait, because servers always read
@@ -205,7 +205,7 @@ class SharedLine:
         return self._in.read()
 
     def body(self, frame: Frame) -> NDArray[np.uint8]:
-        """Return the body of a frame that has been read. The array lies in the sender's memory.
+        """Return the body of a frame that has been read. The array is in the sender's memory.
 
         The array is valid until the next frame is read, or longer if the sender keeps its memory.
         """
@@ -215,7 +215,7 @@ class SharedLine:
     def stopped(self) -> bool:
         """True if the server at the other end no longer reads this worker's memory.
 
-        That is so if the server has noticed the end of the generation, or if its process has ended.
+        This is the case once the server has noticed the end of the generation, or its process has ended.
         """
         return self._in.rings.stopped() or self._gone()
 
@@ -283,7 +283,7 @@ class MessageLine:
         self._sends.append(send(self.comm, data, self.peer, tag))
 
     def flush(self) -> bool:
-        """Do nothing, and return True, because MPI has all frames."""
+        """Do nothing, and return True, because all frames have already been passed to MPI."""
         return True
 
     @property
@@ -332,8 +332,8 @@ class MessageLine:
         self._sends = []
 
 
-# One end of a line. No method blocks, except that a worker waits when it posts to a full ring. That wait ends, because
-# servers always read their rings.
+# One end of a line. No method blocks, with one exception: a worker that posts to a full ring waits. That wait ends,
+# because servers always read their rings.
 Line = SharedLine | MessageLine
 
 

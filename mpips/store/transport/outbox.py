@@ -1,17 +1,17 @@
 """Pass the values of a push to a server on the same node through shared memory.
 
-An array made by `mpips.empty` lies in memory that the node shares, and the server reads it there (`InPlacePushes`).
+An array made by `mpips.empty` is in memory that the node shares, and the server reads it there (`InPlacePushes`).
 The worker copies any other array into an `Outbox`, which is in shared memory, and the server sums each block while the
 worker copies the next one.
 
-An outbox mostly uses only a small part of its memory. If every block had a place of its own, its cache lines would be
-evicted before the next round and fetched again only to be overwritten. So blocks go into slots, and a slot is reused
-once the server has summed the block in it. A few slots are enough as long as all workers push at the same time and the
-server keeps up. If the server falls behind, the outbox takes another slot, up to one slot for each block. So a push
-never has to wait for a worker that comes late.
+An outbox mostly uses only a small part of its memory, so that this part stays in the cache. If every block had a place
+of its own, the cache lines of a block would be evicted before the next round, and fetched again only to be overwritten.
+So blocks are written into slots, and a slot is reused once the server has summed its block. A few slots are enough as
+long as all workers push at the same time and the server keeps up. If the server falls behind, the outbox takes another
+slot, up to one slot for each block. So a push never has to wait for a late worker.
 
 Layout of the memory: word 0 counts the blocks filled since the first round. The words from `PLACES` on hold the slot of
-each block of the current round. The slots follow. This needs a processor that keeps stores in order (see
+each block of the current round. The slots follow. This needs a processor that does not reorder writes to memory (see
 `lines.connect`).
 """
 
@@ -32,8 +32,8 @@ from mpips.store.transport.frames import FRAME, NOWHERE, Op
 PUSH = int(Op.PUSH)
 # index of the first word that names a slot
 PLACES = 8
-# The outbox takes this many slots before it waits for the server to free one. About as many blocks are being copied or
-# summed at a time.
+# The outbox takes this many slots before it waits for the server to free one. About as many blocks are copied or summed
+# at the same time.
 WARM = 3
 # An outbox waits for a slot this many times as long as the round has taken so far, but at most PATIENCE_SECONDS.
 PATIENCE = 8
@@ -77,7 +77,7 @@ class Outbox:
         self._summed = 0
         self._free: list[int] = []
         self._began = 0.0
-        # False once a wait for a slot has failed. The rest of the round then takes new slots without waiting.
+        # False once a wait for a slot has failed. The outbox then takes new slots without waiting until the round ends.
         self._patient = False
 
     def begin(self, round_: int) -> None:
@@ -111,8 +111,8 @@ class Outbox:
         """Return a slot whose block the server has summed. If no slot becomes free soon, return a new slot."""
         if not self._look() and self._used >= WARM and self._summed and self._patient:
             self._patient = self._wait()
-        # An interrupt after this function and before put_block() stores the slot number loses a slot. When no slot is
-        # left, find the lost slots: no filled block is in them.
+        # An interrupt after this function, but before put_block() has stored the slot number, loses a slot. So when no
+        # slot is left, find the lost slots, which are those without a filled block.
         if self._used == self._blocks and not self._free:
             kept = {self._mine[PLACES + block] for block in range(self._summed, self.filled)}
             self._free = [slot for slot in range(self._blocks) if slot not in kept]
@@ -142,12 +142,12 @@ class Outbox:
         return True
 
 
-# (outbox, values to fill it with)
+# pairs of an outbox and the values to copy into it
 Grows = list[tuple[Outbox, Array]]
 
 
 def fill(grows: Grows) -> None:
-    """Fill outboxes to the end, one block of each outbox in turn.
+    """Copy all remaining blocks into outboxes, one block into each outbox in turn.
 
     The worker yields its core after each block. So workers on one core advance together, and the server finds the
     blocks of all of them in the cache.
@@ -159,12 +159,12 @@ def fill(grows: Grows) -> None:
 
 
 class RepeatedPush:
-    """Pushes one region of memory in every round. Packs the frame again only when the priority changes."""
+    """Pushes the same region of memory in every round. Its frame is packed again only when the priority changes."""
 
     __slots__ = ("_coding", "_frame", "_priority", "_region", "_repost", "_unit")
 
     def __init__(self, repost: Callable[[bytes, int], None], unit: int, region: Region, coding: int = 0) -> None:
-        """`repost` sends a packed frame, with another round, to the server of the unit."""
+        """`repost` sends a packed frame, with its round replaced, to the server of the unit."""
         self._repost = repost
         self._unit = unit
         self._region = region

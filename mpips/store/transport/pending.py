@@ -2,12 +2,13 @@
 
 When a call ends early, the caller gets its arrays back, and MPI must no longer read or write them. So
 `MessagesUnderWay` notes every send and receive in such memory until it has completed. At the end of a generation
-`MessagesUnderWay.stop` cancels the rest, or waits for it.
+`MessagesUnderWay.stop` cancels the other messages, or waits for them.
 
-A *unit* is the part of a key on one server, as the server numbers it. Each unit in use has two tags of its own. So the
+A *unit* is the part of a key on one server, as the server numbers it. Each unit in use has two tags of its own, so the
 number of tags that MPI allows limits the number of units. All messages between workers and servers use the store's
 communicator. The members of a client (a group of workers that sum before they push) have a communicator of their own.
-On this communicator each piece of a key has a tag in a call, and one more tag is for the comparison of calls.
+On this communicator each piece of a key has a tag of its own within a call, and the comparison of calls uses one more
+tag.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class MessagesUnderWay:
         self._open: dict[int, MessageGroup] = {}
 
     def begin(self, receives: Sequence[MPI.Request] = (), sends: Sequence[MPI.Request] = ()) -> MessageGroup:
-        """Track requests that may use the caller's memory, until `pending` of the group returns 0."""
+        """Track requests that may use the caller's memory, until the group's `pending` returns 0."""
         return MessageGroup(self._open, receives, sends)
 
     def stop(self, seconds: float = QUIET_SECONDS) -> bool:
@@ -115,7 +116,7 @@ class MessagesUnderWay:
         return sum(group.left() for group in list(self._open.values()))
 
     def leave(self) -> bool:
-        """Forget all groups. Return True if no message was in flight.
+        """Forget all groups. Return True if no message is in flight.
 
         Messages that are in flight keep their memory until MPI has finished with them.
         """
@@ -129,8 +130,8 @@ class MessagesUnderWay:
 def _not_ended(requests: list[Any]) -> list[Any]:
     """Return the requests that have not completed. Asks MPI once for all of them.
 
-    `requests` may contain null requests: if an interrupt came right after an earlier call, MPI had completed requests
-    that were not yet removed from the list.
+    `requests` may contain null requests, which are completed ones. They are still in the list if an interrupt came
+    right after an earlier call, before they were removed.
     """
     if not requests or MPI.Request.Testsome(requests) == []:
         return requests
@@ -182,7 +183,7 @@ class UnitNumbers:
         self._tagged = {number % most_units() for number in numbers}
 
     def copy(self) -> UnitNumbers:
-        """Return a copy. A caller assigns numbers on the copy first, and keeps it if all goes well."""
+        """Return a copy. A caller first assigns numbers with the copy, and keeps the copy only if nothing fails."""
         numbers = UnitNumbers()
         numbers._next, numbers._tagged = self._next, self._tagged.copy()
         return numbers

@@ -2,10 +2,10 @@
 
 Contract of all methods: the caller has checked the arguments. Arrays are C-contiguous host arrays of the key's dtype;
 `flat` and `out` are 1-D and hold the whole key. A method that returns a task does nothing before the task's first step.
-A task may read and write its arrays until it is over, and not afterwards.
+A task may read and write its arrays only until it is over.
 
-Errors: a task raises an exception, and its runner (`worker.operations`) then ends the generation, that is, the store is
-unusable until it recovers. Two exceptions do not end the generation, because they leave the store unchanged: a
+Errors: if a task raises an exception, the code that runs it (`worker.operations`) ends the generation, that is, the
+store is unusable until it recovers. Two exceptions do not end the generation, because they leave the store unchanged: a
 ValueError that all workers raise (marked by `of_caller`), and a RoomError.
 
 Some words: a key is *torn* if a failure has left only some of its parts updated. A *service* is anything that servers
@@ -76,8 +76,8 @@ class StateAccess(Protocol):
     def states(self, keys: Sequence[Key]) -> Task[States]:
         """Return the optimizer's step and state for each key. Collective.
 
-        In a store with servers only rank 0 gets them, and other ranks get an empty dict. Without servers every rank
-        gets them.
+        In a store with servers only rank 0 gets the states, and other ranks get an empty dict. Without servers every
+        rank gets them.
         """
 
     def put_states(self, keys: Sequence[Key], states: States) -> Task[None]:
@@ -150,7 +150,7 @@ class FrozenService(Protocol):
 
     @property
     def records(self) -> Sequence[CollectionRecord]:
-        """One record per collection for the header of the checkpoint."""
+        """The records of all collections, for the header of the checkpoint."""
 
     def pieces(self) -> Iterator[CheckpointPiece]:
         """Yield the content of all collections, piece by piece."""
@@ -173,10 +173,10 @@ class WorkerService(Protocol):
         """The collections that this worker knows, by name."""
 
     def refusals(self) -> bytes:
-        """Encode which refused rounds this worker knows of. All workers must know of the same refused rounds."""
+        """Encode the refused rounds that this worker knows of. All workers must know of the same refused rounds."""
 
     def learn_refusals(self, refusals: Sequence[bytes]) -> Task[None]:
-        """Learn of the refused rounds that only other workers know of. Raise RoomError if there are any such rounds."""
+        """Take over the refused rounds that only other workers know of. Raise RoomError if there are any."""
 
     def tell_wait(self, names: Sequence[Name]) -> None:
         """Tell the servers that the program has waited long in a call with some of this service's collections.
@@ -200,7 +200,7 @@ class WorkerService(Protocol):
         """
 
     def freeze(self) -> Task[FrozenService]:
-        """Freeze all collections as they are now. Called by one worker."""
+        """Freeze all collections as they are now. Only one worker calls this."""
 
     def check_records(self, path: str, records: Sequence[Any]) -> None:
         """Raise ValueError if the records of a checkpoint lack a collection of this service or do not fit it."""
@@ -217,12 +217,16 @@ class WorkerService(Protocol):
 
 
 class Backend(Protocol):
-    """The operations of one store on one worker. "Collective" means: all workers call it, in the same order."""
+    """The operations of one store on one worker.
+
+    All workers must make the calls marked "Collective", in the same order.
+    """
 
     # True while `worker.operations` runs a task and no other task is unfinished. The task may then block in a
     # collective instead of yielding. Workers that block and workers that yield can take part in one collective.
     direct: bool
-    # names of the communicators that all operations use; operations that share one run one by one, in program order
+    # names of the communicators that all operations use; operations that share a name run one after another, in program
+    # order
     communicators: tuple[Hashable, ...]
 
     @property
@@ -262,18 +266,21 @@ class Backend(Protocol):
         """
 
     def pull_versions(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[list[int]]:
-        """Write the keys' values into `outs`, and return the keys' versions. All parts of a key have one version."""
+        """Write the keys' values into `outs`, and return the keys' versions.
+
+        All parts of a key have the same version.
+        """
 
     def listen(self) -> None:
-        """Handle messages that servers have sent. Called before each step of a task. Does not block."""
+        """Read and handle messages from servers. Called before each step of a task. Does not block."""
 
     def settle(self, keys: Sequence[Key], meets: bool = False) -> Task[None]:
         """Wait until the servers have read this worker's pushes. In an asynchronous store, also wait until the servers
         have applied the pushes.
 
         Args:
-            meets: True if this worker waits for all others afterwards, and pushes nothing until they have come. Then
-                the limit `staleness` does not make others wait for this worker.
+            meets: True if this worker next waits for all other workers, and pushes nothing until they have come. Then
+                the limit `staleness` does not make them wait for this worker.
         """
 
     def tell_wait(self, names: Sequence[Name]) -> None:
@@ -311,7 +318,7 @@ class Backend(Protocol):
     # ---- the end
 
     def finish(self) -> None:
-        """Tell the servers that this worker will make no more calls. Local. Does not wait."""
+        """Tell the servers that this worker will make no more calls. Local; does not wait for answers."""
 
 
 # ---- checkpoints, as the calls of a worker see them
@@ -352,4 +359,7 @@ class SaveSchedule(Protocol):
         """Continue counting from `rounds`, the rounds of the keys after `recover`."""
 
     def leave(self) -> tuple[str, int]:
-        """Stop saving, because the caller takes over. Return the folder and the number of rounds between two saves."""
+        """Stop saving, because the caller now saves instead.
+
+        Return the folder and the number of rounds between two saves.
+        """

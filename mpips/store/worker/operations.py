@@ -28,7 +28,7 @@ from mpips.store.worker.interface import Backend
 T = TypeVar("T")
 # a timing record that has begun: its ring, its sequence number in the ring, and the key or collection of the call
 Begun: TypeAlias = tuple[RecordRing, int, Pushed]
-# After this long in a call, this worker tells the servers what it waits for.
+# If a call takes longer than this, the worker tells the servers what it waits for.
 LONG_SECONDS = 1.0
 CLOSED = "the store is closed: make this call before close()"
 
@@ -113,7 +113,7 @@ class Operations:
     def read_by_servers(self, key: object, push: Handle, reported: bool) -> Handle:
         """Return a handle that is done when the servers have read the push `push` of these keys.
 
-        `reported` is False if servers do not report what they have read. The result is then `push` itself.
+        `reported` is False in stores whose servers do not report what they have read. The result is then `push` itself.
         """
         self.check_open()
         with CALLER_ERRORS:
@@ -139,10 +139,11 @@ class Operations:
             self.run([record.name], self._backend.transfers.pull_rows(record, target, ids), priority, what)
 
     def pull_newer(self, key: object, out: object, newer_than: object, priority: int, base: int) -> list[int]:
-        """Pull those keys whose version differs from that in `newer_than`. Return the versions that `out` now holds.
+        """Pull only the keys whose version is not the one in `newer_than`. Return the versions that `out` now holds.
 
         Args:
-            base: Number of rounds of the earlier job that this job continues. It is part of every version.
+            base: Number of rounds that the earlier job had completed, if this job continues one. It is added to every
+                version.
         """
         self.check_open()
         with CALLER_ERRORS:
@@ -171,7 +172,7 @@ class Operations:
                 self._backend.direct = False
 
     def guard(self, what: str, names: Sequence[Name] = ()) -> Guard:
-        """Return a context in which any exception ends the generation, except those that `refused` accepts."""
+        """Return a context in which any exception ends the generation, unless `refused` is true for it."""
         return Guard(self._engine.generation, what, names)
 
     def pull(self, key: Key, out: Array) -> Task[None]:
@@ -295,7 +296,7 @@ class Operations:
         return run_in_turn(push, transfers.pull([key], outs)) if outs else push
 
     def _newer(self, made: Sequence[KeyCall], held: list[int]) -> Task[None]:
-        """Pull the keys whose version differs from that in `held`, and write the new versions into `held`."""
+        """Pull only the keys whose version is not the one in `held`, and write the new versions into `held`."""
         versions = yield from self._backend.versions([call.key for call in made])
         chosen = [at for at, version in enumerate(versions) if made[at].key.replaced or version != held[at]]
         if not chosen:
@@ -338,7 +339,7 @@ def text(what: str, names: Sequence[Name]) -> str:
 
 
 def step_of_push() -> str:
-    """Return text for an error message that names the last training step noted on this rank, or "" without a step."""
+    """Return a text about the last training step of this rank, for error messages. It is "" if no step was noted."""
     return f" (the step noted last is {recorder.rank_state.step})" if recorder.rank_state.step >= 0 else ""
 
 

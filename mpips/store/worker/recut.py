@@ -1,4 +1,7 @@
-"""Move the elements of some keys into new keys. Training needs this when it groups its layers differently."""
+"""Move the elements of some keys into new keys.
+
+Training uses this when it groups the layers of the model differently.
+"""
 
 from __future__ import annotations
 

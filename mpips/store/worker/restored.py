@@ -26,15 +26,15 @@ from mpips.store.keys.key import SHOWN, Key, Name
 class Restored:
     """Restored content that the program may still claim, each item once.
 
-    Optimizers and compression must be claimed before the first push.
+    Optimizers and compression can only be claimed before the first push.
 
     Args:
-        source: The checkpoint or store, as error messages name it.
+        source: The name of the checkpoint or store in error messages.
         names: Names of the restored keys and collections.
         groups: The restored optimizers of the keys.
         compressor: The restored compression.
         later: Names that may also be claimed after the first push. None means all names.
-        saved: True if another job has saved the content. That job may have trained another model.
+        saved: True if an earlier job has saved the content. That job may have trained another model.
         strict: Raise ValueError if the program sets an optimizer of another class.
     """
 
@@ -53,7 +53,7 @@ class Restored:
         self.names = set(names)
         self._compressor = compressor
         self.cure = "give the same, or another folder" if saved else "give the same"
-        # True until the first `init` if another job has saved the content; False otherwise
+        # True if an earlier job has saved the content, and `init` has not been called yet
         self._unasked = saved
         self._strict = strict
         self._default = None if groups is None else groups.default
@@ -108,7 +108,9 @@ class Restored:
         return self._default is not None or bool(self._own)
 
     def unrestored(self, chosen: Optimizer, names: Sequence[Name] | None) -> Sequence[Name] | None:
-        """Return those of `names` whose optimizer was not restored and so has to be set. [] if all were restored.
+        """Return those of `names` whose optimizer was not restored, and so has to be set.
+
+        Return [] if all were restored.
 
         None stands for all keys, both as the argument and as the result.
         """
@@ -132,7 +134,7 @@ class Restored:
         return next(filter(None, differences), "")
 
     def claim_optimizers(self, names: Sequence[Name] | None) -> None:
-        """Remove the optimizers that `set_optimizer` has asked for: those of `names`, or if None, the default one."""
+        """Remove optimizers that `set_optimizer` has asked for: those of `names`, or the default optimizer for None."""
         if names is None:
             self._default = None
         for name in names or ():

@@ -1,10 +1,10 @@
-"""Route every push, pull and pushpull of a worker: plain arrays by a short-cut, everything else by the general path.
+"""Route every push, pull and pushpull of a worker: plain arrays by a short-cut, all other calls by the general path.
 
-`Route.call` is the general path. It does what is due before and after a call, such as saves, and leaves the call itself
-to `operations`. `Route.try_fast` is the short-cut: one straight-line function that checks only what can be wrong with a
-plain array, and then calls the fast path of the key. If the short-cut cannot serve a call, it changes nothing. The
-short-cut saves time: an 8-byte `pushpull` through a server of the node takes 25 microseconds by the short-cut, and 200
-by the general path (two busy cores, 2026-11-29).
+`Route.call` is the general path. It does the work that is due before and after a call, such as saves, and leaves the
+call itself to `operations`. `Route.try_fast` is the short-cut: one straight-line function that makes only the checks
+that a plain array needs, and then calls the fast path of the key. If the short-cut cannot serve a call, it changes
+nothing. The short-cut saves time: an 8-byte `pushpull` through a server of the node takes 25 microseconds by the
+short-cut, and 200 microseconds by the general path (two busy cores, 2026-11-29).
 
 `CallMarks` shows other processes which call this worker is in. Each rank has a *page*, a file in the host's memory that
 other processes read. The store has one *lane* (slot) of the page. The *mark* is a number in that lane which stands for
@@ -36,14 +36,14 @@ from mpips.store.worker.interface import Backend, BackgroundSave, SaveSchedule
 from mpips.store.worker.operations import Array, Begun, Operations, text
 
 LISTS = (list, tuple)
-# the most call texts that a worker keeps; each pair of operation and keys has one text
+# maximum number of call texts that a worker keeps; each pair of operation and keys has one text
 MOST_TOKENS = 4096
 
 
 class CallMarks:
     """Shows other processes which call this worker has begun last, and records how long calls take.
 
-    By default only calls of long keys are recorded. With `set_timed(True)` all calls are.
+    By default only calls of long keys are recorded. With `set_timed(True)` all calls are recorded.
     """
 
     def __init__(self, known: Mapping[Name, Key], lane: int) -> None:
@@ -52,14 +52,14 @@ class CallMarks:
         self._tokens = dict[Any, int]()
         self.word = self._marks.word
         self._forms = dict[Any, bytes]()
-        # record the calls of every key, not only those of long keys
+        # True to record the calls of every key, not only those of long keys
         self.every = False
         # True inside a call whose timing records have already begun
         self.records = False
         recorder.add_timeable(self)
 
     def set_timed(self, every: bool) -> None:
-        """Time the calls of every key from now on, or if not `every`, only those of long keys.
+        """From now on time the calls of every key if `every`, otherwise only the calls of long keys.
 
         See `recorder.own.trace`.
         """
@@ -133,7 +133,7 @@ class CallMarks:
 class ListTransfers:
     """Pushes and pulls a list of keys, each with one plain array, by fast paths.
 
-    If the backend has a fast path for whole lists, that one is used. Otherwise each key's own fast path is used.
+    If the backend has a fast path for whole lists, it is used. Otherwise the fast path of each key is used.
     """
 
     def __init__(self, operations: Operations, backend: Backend) -> None:
@@ -183,7 +183,7 @@ class ListTransfers:
             self._run(left, priority, what)
 
     def _pull_all(self, records: Sequence[Key], outs: Sequence[Array], priority: int, what: str) -> None:
-        """Pull the keys one by one until one would have to wait. Run that key and all later ones as one task."""
+        """Pull the keys one by one until a pull would have to wait. Run that key and all later keys as one task."""
         left: list[tuple[Key, Task[None]]] = []
         for record, out in zip(records, outs):
             task = self._operations.pull(record, out) if left else record.fast.pull(out)  # type: ignore[union-attr]
@@ -198,11 +198,11 @@ class ListTransfers:
 
 
 class Route:
-    """Makes a worker's pushes and pulls: by the short-cut `try_fast` if it can make them, else by `call`.
+    """Makes a worker's pushes and pulls by the short-cut `try_fast` if possible, otherwise by `call`.
 
     All keys of a list are pushed before the call waits for any of them, because other workers may list the keys in
-    another order. Then the keys are pulled one by one until one would have to wait. That key and all later ones run as
-    one task.
+    another order. Then the keys are pulled one by one until a pull would have to wait. That key and all later keys run
+    as one task.
 
     Args:
         known: The initialised keys.
@@ -241,7 +241,7 @@ class Route:
             self._inside = 0
 
     def _check_thread(self, what: str) -> None:
-        """End the generation with an error if another thread is already inside a call of the store."""
+        """Check that no other thread is inside a call of the store. Otherwise end the generation with an error."""
         if self._inside not in (0, get_ident()):
             one, other = thread_name(get_ident()), thread_name(self._inside)
             error = CollectiveError(
@@ -260,7 +260,8 @@ class Route:
             saves.pushing = key
         self.marks.records, self._slow_path_due = True, False
         try:
-            # If the call came here only because of a record or a save, the transfer itself can still be fast.
+            # If only a timing record or a save has made this call take the general path, the transfer itself can still
+            # be fast.
             if self._checks or not (begun or due) or not self.try_fast(what, key, value, out, priority):
                 self._operations.do(what, key, value, out, priority)
         finally:
@@ -355,7 +356,7 @@ class Route:
         self._saves, self._slow_path_due = saves, True
 
     def write(self, saving: BackgroundSave | None) -> None:
-        """Write the checkpoint `saving` piece by piece, after each call, until it is complete or another one begins."""
+        """After each call, write some pieces of the checkpoint `saving`, until it is complete or another one begins."""
         if saving is not None:
             self._written, self._slow_path_due = saving, True
 
@@ -405,7 +406,7 @@ class Route:
         if what != "push" and not all(array.flags.writeable for array in targets):
             return False
         if outs is not None and len(set(map(id, outs))) < len(outs):
-            # Two keys have the same array as `out`. The general path raises an error that names the keys.
+            # Two keys have the same output array. The general path raises an error that names the keys.
             return False
         self._lists.run(what, records, values, outs, priority)
         return True
@@ -445,7 +446,7 @@ class Route:
 
 
 def _is_plain(array: Any, record: Key, writes: bool) -> bool:
-    """True if an array is one of NumPy's that holds a value of the key. With `writes`: and can be written to."""
+    """True if an array is a NumPy array that fits the key, and if `writes`, can also be written to."""
     if type(array) is not ndarray or array.shape != record.shape or array.dtype != record.dtype:
         return False
     flags = array.flags

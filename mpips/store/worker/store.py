@@ -44,7 +44,10 @@ _stores: weakref.WeakSet[WorkerStore] = weakref.WeakSet()
 
 
 def _end_in_fork() -> None:
-    """End the stores in a fork of this process. The fork shares memory with its parent, and would take its messages."""
+    """End the stores in a fork of this process.
+
+    A fork shares memory with its parent, and would receive its messages.
+    """
     for store in _stores:
         rank = f"rank {store.layout.rank}"
         store.unbind()
@@ -103,7 +106,7 @@ class WorkerStore:
     # ---- keys
 
     def init(self, key: object, value: object, see: Callable[[Sequence[Key]], None] = lambda keys: None) -> None:
-        """See `KVStore.init`. `see` gets the keys, and raises an error if the caller cannot use them."""
+        """See `KVStore.init`. `see` is called with the keys, and raises an error if the caller cannot use them."""
 
         held: dict[Name, Key] = {}
         names: Sequence[Name] = ()
@@ -228,7 +231,7 @@ class WorkerStore:
     # ---- waiting for operations, agreeing with the other workers, running tasks
 
     def finish(self) -> None:
-        """Wait for all operations that were started before. Raise the first error that no call has raised yet."""
+        """Wait for all operations that were started earlier. Raise the first error that no call has raised yet."""
         self.operations.check_open()
         self.engine.finish()
 
@@ -301,14 +304,14 @@ class WorkerStore:
     ) -> list[bytes]:
         """Check that all workers make the same call, and exchange data. If calls differ, all raise the same error.
 
-        While a worker of an asynchronous store waits in this call, the limits `staleness` and `quorum` do not make
-        other workers wait for it.
+        While a worker of an asynchronous store waits in this call, other workers need not wait for its pushes because
+        of `staleness` or `quorum`.
 
         Args:
             what: The name of the call.
             items: (name, value) of each argument that must be equal on all workers.
             refusal: The error in this worker's arguments, or None.
-            noun: The word for the names of `items` in error messages.
+            noun: The word for the things that `items` names, such as "key", for error messages.
             data: Bytes for the other workers.
             alike: If two calls pass the same `alike`, they match each other even if their `what` differs.
 
@@ -317,7 +320,7 @@ class WorkerStore:
         """
         self.operations.check_open()
         if self._alone:
-            # MPI does not allow two threads to call it at once. So let the communication thread finish first.
+            # MPI does not allow two threads to call it at the same time. So let the communication thread finish first.
             self.engine.finish()
         with self.operations.guard(what):
             if self.layout.asynchronous and max(self.layout.options.staleness, self.layout.options.quorum) >= 0:
@@ -340,7 +343,7 @@ class WorkerStore:
         """Run a task in the background. It runs after all earlier tasks with the same `what` or a shared collection.
 
         Args:
-            detached: True if only the end of the store waits for the task.
+            detached: True if no call waits for the task, except the call that closes the store.
         """
         return self.engine.submit([("beside", what), *collections], self.operations.hearing(task), 0, what, detached)
 

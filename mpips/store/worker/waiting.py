@@ -1,7 +1,7 @@
 """Detect deadlocks: one worker waits for a push by another worker that closes the store or waits in a collective call.
 
 A worker that closes the store reports how often it has pushed each key, and each collection of a service. A worker in a
-collective call also reports these numbers, but only for keys and collections that none of its running operations can
+collective call also reports these numbers, but not for keys and collections that one of its running operations may
 still push. A worker that needs one more push compares these numbers with its own, and raises an error that names both
 calls. This module does no I/O.
 """
@@ -76,8 +76,8 @@ def describe(what: str, sums: int, pushed: Iterable[Pushed]) -> bytes:
 def needed(key: Key, call: str) -> int:
     """Return the round of the key that all workers must have pushed before the call can end.
 
-    This is the key's current round, except for a push while the servers have not yet read this worker's previous one.
-    Such a push waits only for the previous round.
+    This is the key's current round, with one exception: a push, while the servers have not read this worker's previous
+    push of the key. Such a push waits only for the previous round.
     """
     early = call.startswith("push ") and not all(
         shard.local and shard.consumed() >= key.round - 1 for shard in key.pushes
@@ -86,7 +86,7 @@ def needed(key: Key, call: str) -> int:
 
 
 def why_in_vain(own: Blocked, layout: Layout, others: Mapping[int, bytes]) -> str:
-    """Return an error message that names the two calls of a deadlock, or "" if nothing is deadlocked.
+    """Return an error message that names the two calls of a deadlock, or "" if there is no deadlock.
 
     `others`: rank of a worker -> the encoded `WaitingWorker` of that worker.
     """
@@ -110,7 +110,7 @@ def waits_for(own: Blocked, layout: Layout, rank: int, other: WaitingWorker) -> 
     if own.inside and not fellow:
         return ""
     if layout.asynchronous and not fellow:
-        # Asynchronous servers let other workers continue while a worker waits for all.
+        # In an asynchronous store, other workers can continue while a worker waits for all of them.
         return ""
     for name, count in other.rounds:
         if own.rounds.get(name, 0) > count:
