@@ -268,7 +268,7 @@ class StartedRun:
         self.what = what
         self.exclusive = exclusive
         self.done = False
-        # seconds for which this rank has waited, estimated from the times of its tests
+        # seconds for which this rank has waited, estimated from the times at which it has tested for completion
         self.waited = 0.0
         self._arrays = arrays
         self._steps = steps

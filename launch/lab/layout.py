@@ -196,7 +196,7 @@ def choose_window(plan: LabPlan) -> int:
 
 
 def find_crossed_nics(plan: LabPlan, hosts: int) -> list[tuple[str, LabNic]]:
-    """Return the (host, NIC) pairs that traffic between the first `hosts` hosts passes.
+    """Return the (host, NIC) pairs that carry traffic between the first `hosts` hosts.
 
     NICs of other hosts that only relay this traffic are included.
     """

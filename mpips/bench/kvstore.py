@@ -1,7 +1,7 @@
-"""`mpips bench kvstore`: times push and pull by the size of a key, and the memory copies that cannot be avoided.
+"""`mpips bench kvstore`: times push and pull for several sizes of keys, beside the memory copies that they need.
 
 Every round pushes new values, and the values that are pulled are checked. With `--optimizer` the servers update weights
-by the values that are pushed, and a worker compares the pulled weights with weights that it has updated itself.
+with the pushed values, and a worker compares the pulled weights with weights that it has updated itself.
 
 The floor is the time of the memory copies that every push and pull needs. They are measured with NumPy and barriers
 only, without keys, signals or updates. For n bytes, W workers and S servers on one node there are three phases:

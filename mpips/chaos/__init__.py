@@ -1,4 +1,4 @@
-"""Make faults on purpose in a running job, by a plan of kills, stops, full disks and lost links. A seed fixes the plan.
+"""Inject faults into a running job: kills, stops, full disks and lost links. A seed determines the plan of faults.
 
     plan = chaos.draw(seed=7, count=3, every=5.0)
     run = chaos.watch(["mpips", "run", "-w", "4", "-s", "2", "--spares", "1", "train.py"], plan, limit=120)

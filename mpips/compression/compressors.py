@@ -523,7 +523,10 @@ class TopK(Compressor):
         self._take(residual, payload, _find_largest(residual, k).astype(np.uint32))
 
     def _take(self, residual: np.ndarray, payload: np.ndarray, places: np.ndarray) -> None:
-        """Write the residual's values at these indices into `payload`, and subtract them from the residual."""
+        """Write the indices `places`, and then the residual's values there as float32, into `payload`.
+
+        Subtract the written values from the residual.
+        """
         values = residual[places].astype(np.float32)
         payload[: 4 * places.size] = places.view(np.uint8)
         payload[4 * places.size :] = values.view(np.uint8)

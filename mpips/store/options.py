@@ -55,7 +55,7 @@ class Field(NamedTuple):
     text: str
 
 
-# Limits of whole numbers. Messages between ranks and files can hold no other numbers, and processors address no more.
+# Limits of options that are integers: 64 bits, as in files and in messages between ranks.
 LEAST, MOST = -(2**63), 2**63 - 1
 
 FIELDS = (

@@ -440,7 +440,8 @@ def _opened(
 ) -> tuple[dict[str, TableRecord], TensorFile, _Part]:
     """Open one file of a table and check its header.
 
-    Return prefix of tensor names -> table, the open file, and the part of the rows that the file has.
+    Return a dict (prefix of tensor names -> the record of its table), the open file, and the part of the rows that the
+    file has.
     """
     file = stack.enter_context(TensorFile(path))
     if WORD not in file.metadata:

@@ -502,7 +502,7 @@ def _check_tag(tag: int, what: str) -> None:
 
 
 def _elements(tensor: Tensor, splits: Sequence[int] | None, ranks: int, argument: str) -> list[int]:
-    """Return the number of elements of `tensor` that go to each rank (an input) or come from each rank (an output).
+    """Return, for each rank, how many elements of `tensor` are sent to it, or received from it.
 
     `splits[r]` is the number of rows for rank r. Without `splits` all ranks get an equal share. Raises ArgumentError if
     the splits do not fit the tensor.

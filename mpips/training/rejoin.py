@@ -46,7 +46,7 @@ Losses = tuple[float, int, float]
 
 
 class SurvivingFit:
-    """Keeps the moments of a fit that one worker remembers, and takes part in the meeting after a death.
+    """Remembers a worker's last positions in a fit, so that after a death the workers agree on where to continue.
 
     Used only if the store survives deaths.
 

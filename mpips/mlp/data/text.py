@@ -111,7 +111,7 @@ class TextSource(DataSource):
             )
         if not inputs or set(inputs) & set(targets):
             raise TrainingError(f"{path} has {self._width} columns, of which some must be features, not targets")
-        # the columns that are read, in the order of a row
+        # the columns that are read: those of the inputs, then those of the targets
         self._columns = inputs + targets
         self.features = len(inputs)
         self.targets = len(targets)

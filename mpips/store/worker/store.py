@@ -320,7 +320,8 @@ class WorkerStore:
         """
         self.operations.check_open()
         if self._alone:
-            # MPI does not allow two threads to call it at the same time. So let the communication thread finish first.
+            # This MPI lacks MPI_THREAD_MULTIPLE, so only one thread may call it at a time: let the communication thread
+            # finish first.
             self.engine.finish()
         with self.operations.guard(what):
             if self.layout.asynchronous and max(self.layout.options.staleness, self.layout.options.quorum) >= 0:

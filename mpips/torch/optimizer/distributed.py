@@ -255,7 +255,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return {**state, "store": torch.from_numpy(np.frombuffer(data, np.uint8).copy())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a result of `state_dict`, with any number of servers. Collective over the workers, blocking.
+        """Load a dict that `state_dict` has returned. Collective over the workers, blocking.
+
+        The number of servers may differ from that when the dict was made.
 
         If the servers update the parameters, this call also gives the model the parameters that the dict contains.
 
@@ -267,8 +269,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             state_dict: The state. It must be the same on all workers.
 
         Raises:
-            ValueError: The saved optimizer was of another kind, or only one of the two optimizers, the saved one and
-                this one, keeps state in the store.
+            ValueError: The saved optimizer was of another kind. Or one of the two optimizers keeps its state in the
+                store, and the other one does not.
         """
         state = dict(state_dict)
         data = state.pop("store", None)
