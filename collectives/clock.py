@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-# A gap of at least this length between two readings may mean that the process was stopped. Waits read their clock every
-# few milliseconds; when many processes share a core, readings may be a second apart.
+# A gap of at least this length between two readings may mean that the process was stopped. A waiting call
+# reads its clock every few milliseconds. If many processes share a core, readings may be a second apart.
 GAP_SECONDS = 2.0
 # Interval between two readings of the used processor time. Such a reading costs as much as ten readings of the clock.
 USED_SECONDS = 0.1

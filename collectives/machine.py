@@ -306,7 +306,7 @@ def _read_believed_cache() -> int:
 
 
 def correct_threshold(believed: int, real: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """Like `choose_long_copies`, if glibc assumes a last cache of `believed` bytes, and the kernel of `real` bytes."""
+    """Like `choose_long_copies`, if glibc assumes a last-level cache of `believed` bytes that has `real` bytes."""
     given = environment.get(TUNABLES, "")
     counts = min(real, LARGEST_CACHE)
     if not 0 < counts < believed or THRESHOLD in given:

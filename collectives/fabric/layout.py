@@ -98,7 +98,7 @@ class Descriptors:
         self.put = 0
         # (rank, token) -> the descriptor of this token, once it was read
         self._known: dict[tuple[int, int], Descriptor] = {}
-        # token -> the places of the arrays of a call of several arrays. Kept as long as the descriptor is readable.
+        # token -> where the arrays are, for a call with several arrays. Kept as long as the descriptor can be read.
         self._many: dict[int, NDArray[np.int64]] = {}
 
     def publish(

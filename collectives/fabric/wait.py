@@ -115,7 +115,7 @@ def drive(steps: Iterator[None], generation: RankGroup, what: str, spins: int = 
                     warn(late_sentence(what, waited, generation.late()))
                 check_in_time(what, waited, generation)
     finally:
-        # Count the wait only if it was long enough for a look. Counting a shorter wait is not worth the time.
+        # Count only waits longer than LOOK_SECONDS. Counting a shorter wait is not worth the time.
         if due > start + LOOK_SECONDS:
             recorder.count_wait(time.monotonic() - start, bool(written))
 

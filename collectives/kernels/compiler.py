@@ -46,8 +46,8 @@ _INT8, _INT16, _INT32, _INT64 = (llvmlite.ir.IntType(bits) for bits in (8, 16, 3
 Typed: TypeAlias = "tuple[Signature, Callable[..., Value]]"
 
 
-# Switch off Numba's coloured messages. For each of them Numba would replace sys.stdout and sys.stderr for a moment, and
-# it would write to standard output at the end of the process.
+# Switch off Numba's coloured messages. For each message Numba would replace sys.stdout and sys.stderr for a moment. Its
+# library for colours would also write to standard output when the process ends.
 setattr(errors, "ColorShell", contextlib.nullcontext)  # noqa: B010
 
 

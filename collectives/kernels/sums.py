@@ -250,7 +250,7 @@ def _kernel(combine: Callable[..., Any], dtype: str, parts: int) -> engine.Kerne
 
 
 def kernel_source(sign: str, dtype: str, parts: int) -> str:
-    """Return the source of a kernel with the arguments (out, parts..., divisor)."""
+    """Return the source of kernel(out, p0, p1, ..., divisor), which combines `parts` arrays by the operator `sign`."""
     widen, narrow = (f"widen_{dtype}", f"narrow_{dtype}") if "16" in dtype else ("", "")
     names = [f"p{i}" for i in range(parts)]
     total = "p0[i]"

@@ -1,1 +1,1 @@
-"""Collectives between nodes: schedules over messages, in one or two levels, and MPI's own collectives."""
+"""Collectives between nodes: by our own schedules of messages, with one or two levels, or by MPI's collectives."""

@@ -1,1 +1,1 @@
-"""Records what each rank does, in a file that outlives it: `page` has the file's layout, `own` this process' file."""
+"""Records what each rank does, in a file that outlives the rank: `page` is the file's layout, `own` writes the file."""

@@ -329,8 +329,8 @@ def note(*unnamed: object, **numbers: float) -> None:
     """Report numbers of this rank's training, such as `step=40, loss=0.3`, to the tools that watch a job.
 
     The numbers are written into this rank's page, a file in memory. Nothing is sent, and no other rank takes part. A
-    number replaces an earlier number of the same name. `mpips why` and `mpips top` also show `step`. A Trainer calls
-    `note` by itself. If one number of a call is refused, none of them is reported.
+    number replaces an earlier number of the same name. `mpips why` and `mpips top` show `step` beside what the rank
+    does. A Trainer calls `note` by itself. If one number of a call is refused, none of them is reported.
 
     Args:
         numbers: Values that float() takes, by name. `step` must be at least 0.

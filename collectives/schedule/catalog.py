@@ -64,7 +64,7 @@ def check_serves(kind: str, name: str, others: Sequence[str] = ()) -> None:
 
 
 def check_algorithm(kind: str, algorithm: str) -> None:
-    """Raise ValueError if no algorithm of this name serves `kind`, or if it does not have these parameters.
+    """Check a name with its parameters. Raise ValueError if it does not serve `kind` or lacks one of the parameters.
 
     Whether the algorithm fits a number of ranks is not checked.
     """

@@ -204,7 +204,7 @@ def parse(algorithm: str) -> tuple[str, dict[str, Any]]:
 
 
 def extent(offsets: NDArray[np.int64], interval: ChunkInterval) -> tuple[int, int]:
-    """Return the first element of an interval of chunks, and its end. `offsets` comes from `Schedule.offsets`."""
+    """Return [start, stop), the elements of an interval of chunks. `offsets` comes from `Schedule.offsets`."""
     return int(offsets[interval.start]), int(offsets[interval.stop])
 
 

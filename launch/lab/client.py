@@ -43,8 +43,8 @@ SOCKET = ".socket"
 # Try this many times to take a lock. A process that only checks whether the lab is up holds the lock for a moment.
 LOOKS = 20
 LOOK_SECONDS = 0.01
-# Seconds that a network may be broken before the job in it is ended. TCP closes a dead connection earlier. So a program
-# that notices the loss itself, through its MPI or a time limit of its own, can report the loss first.
+# Seconds that a network may be broken before the job that runs in it is ended. TCP closes a dead connection earlier. So
+# a program that notices the loss itself, by its MPI or a time limit of its own, can report the loss first.
 PATIENCE = 20.0
 # seconds without an answer after which TCP closes a connection, with the retries in `launch.lab.links.SETTINGS`
 TCP_SECONDS = 13.0

@@ -122,7 +122,7 @@ class Rank(NamedTuple):
     waited_seconds: float
     # number of waits that have ended
     wait_count: int
-    # the number of calls since the rank began
+    # the number of collective calls and calls of stores since the rank began
     calls: int
     # the number of generations and communicators that have ended with an error since the rank began
     failures: int

@@ -255,8 +255,7 @@ class SurvivingVerdict:
     def death(self, end: MpirunEnd) -> str:
         """Return a description of the last death before the job failed, or "".
 
-        If a rank raised an exception after deaths, the reason is that it could not go on without the dead ranks. So the
-        last death counts as the cause of the exception.
+        An exception that a rank raised after deaths is taken to be their consequence, so the last death is reported.
         """
         presence = self._presence
         if end.signal or not self.code(end):

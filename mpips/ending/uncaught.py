@@ -43,7 +43,8 @@ INSTALLED = re.compile(r"/(?:site|dist)-packages/")
 RUNNERS = (os.path.join("mpips", "__main__.py"), os.path.join("mpi4py", "run.py"), "<frozen runpy>", "runpy.py")
 # the exit code after Ctrl-C, which shells also use
 INTERRUPTED = 130
-# tags of messages on COMM_WORLD when a job ends. SAID: "I print this error". SHARED: "I have the error that you print".
+# Tags of messages on COMM_WORLD when a job ends. SAID: "I am printing this error". SHARED: "I raised the error that you
+# are printing".
 SAID, SHARED = 32101, 32102
 DIGEST_BYTES = 16
 # Seconds to wait for another rank to announce the error. Rank r waits r * STAGGER longer, but at most PATIENCE longer.

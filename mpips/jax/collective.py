@@ -159,7 +159,7 @@ def allreduce(
     Raises:
         ValueError: `op`, `gradient` or a shape is invalid. Raised while the call is traced.
         NotImplementedError: The program needs the gradient of "min", "max" or "prod".
-        jax.errors.JaxRuntimeError: `collectives.allreduce` has raised an error when the call ran. It has the same
+        jax.errors.JaxRuntimeError: `collectives.allreduce` raised an error when the call ran. It has the same
             message.
 
     Example:
@@ -189,7 +189,7 @@ def broadcast(tree: Tree, root: int = 0, comm: MPI.Comm | None = None, *, gradie
 
     Raises:
         ValueError: `root` is not a rank, or `gradient` is unknown. Raised while the call is traced.
-        jax.errors.JaxRuntimeError: `collectives.broadcast` has raised an error when the call ran.
+        jax.errors.JaxRuntimeError: `collectives.broadcast` raised an error when the call ran.
 
     Example:
         >>> mpips.jax.broadcast(jnp.arange(3), root=0)
@@ -212,7 +212,7 @@ def allgather(tree: Tree, comm: MPI.Comm | None = None, *, gradient: str = "sum"
 
     Raises:
         ValueError: `gradient` is unknown. Raised while the call is traced.
-        jax.errors.JaxRuntimeError: `collectives.allgather` has raised an error when the call ran.
+        jax.errors.JaxRuntimeError: `collectives.allgather` raised an error when the call ran.
 
     Example:
         >>> mpips.jax.allgather(jnp.full(3, 7))[0]
@@ -237,7 +237,7 @@ def reduce_scatter(tree: Tree, op: str = "sum", comm: MPI.Comm | None = None) ->
     Raises:
         ValueError: `op` or a shape is invalid. Raised while the call is traced.
         NotImplementedError: The program needs the gradient of "min", "max" or "prod".
-        jax.errors.JaxRuntimeError: `collectives.reduce_scatter` has raised an error when the call ran.
+        jax.errors.JaxRuntimeError: `collectives.reduce_scatter` raised an error when the call ran.
 
     Example:
         >>> mpips.jax.reduce_scatter(jnp.ones((mpips.size(), 2)), op="mean")
@@ -260,7 +260,7 @@ def alltoall(tree: Tree, comm: MPI.Comm | None = None) -> Tree:
 
     Raises:
         ValueError: A shape is invalid. Raised while the call is traced.
-        jax.errors.JaxRuntimeError: `collectives.alltoall` has raised an error when the call ran.
+        jax.errors.JaxRuntimeError: `collectives.alltoall` raised an error when the call ran.
 
     Example:
         >>> mpips.jax.alltoall(jnp.full((mpips.size(), 2), 7))[0]

@@ -76,7 +76,7 @@ def pushpull(kv: KVStore, name: str, tree: Tree) -> Tree:
         A tree of the same form with the values.
 
     Raises:
-        jax.errors.JaxRuntimeError: `kv.pushpull` has raised an error when the call ran. It has the same message.
+        jax.errors.JaxRuntimeError: `kv.pushpull` raised an error when the call ran. It has the same message.
 
     Example:
         >>> mpips.jax.init(kv, "weights", [jnp.zeros(2)])  # after kv = mpips.create(...)
@@ -99,7 +99,7 @@ def pull(kv: KVStore, name: str, tree: Tree) -> Tree:
         A tree of the same form with the values.
 
     Raises:
-        jax.errors.JaxRuntimeError: `kv.pull` has raised an error when the call ran. It has the same message.
+        jax.errors.JaxRuntimeError: `kv.pull` raised an error when the call ran. It has the same message.
 
     Example:
         >>> mpips.jax.init(kv, "bias", [jnp.ones(2)])  # after kv = mpips.create(...)

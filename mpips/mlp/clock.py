@@ -42,7 +42,7 @@ class PhaseClock:
 
     @contextmanager
     def waiting(self, phase: str) -> Iterator[None]:
-        """Add the duration of the block to `phase`. The block sends a message and waits for it."""
+        """Add the duration of the block to `phase`. The block begins messages, and waits until they have arrived."""
         start = perf_counter()
         self.sent()
         yield

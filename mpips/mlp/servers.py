@@ -310,7 +310,7 @@ class SynchronousUpdate:
         self._gradients = group.whole(network.flat_gradients)
         self._weights = group.whole(network.flat_parameters)
         group.gather(network.flat_parameters, self._weights)
-        # key -> view into which the key is pulled; empty on a rank that has nothing to push
+        # key -> view into which the key is pulled; empty on a rank that holds no keys and so does not push or pull
         self._in = group.init_store(store, self._weights, optimizer)
         self._kv = store if self._in else None
         # key -> view that is pushed

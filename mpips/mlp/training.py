@@ -317,8 +317,8 @@ class Worker:
 def check_fit(specification: Specification, data: Data, mesh: Mesh, worker: Worker | None = None) -> None:
     """Raise TrainingError on every rank unless this network can be trained on these rows on this mesh. Collective.
 
-    If `worker` comes from a checkpoint, the rows must also have the checkpoint's labels, and must be dealt by its seed
-    and test share.
+    If `worker` comes from a checkpoint, the rows must also have the checkpoint's labels, and must be shuffled and split
+    with the checkpoint's seed and test share.
     """
     sizes, loss, features, problem = specification.sizes, specification.loss, data.x.shape[1], None
     targets, fitting = ("class numbers", "softmax") if data.classes else ("numbers", "l2")

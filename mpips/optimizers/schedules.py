@@ -42,7 +42,7 @@ class Groups:
             self.own.update(dict.fromkeys(keys, optimizer))
 
     def update(self, numbers: Mapping[str, Any], keys: Iterable[Name] | None = None) -> None:
-        """Change numbers of the optimizers of these keys. Without `keys`, change those of all keys.
+        """Change numbers, such as the learning rate, in the optimizers of these keys. If `keys` is None, of all keys.
 
         Raises the errors of `base.changed`, and ValueError if a key has no optimizer yet.
         """

@@ -141,7 +141,7 @@ def to_execute(profile: Profile, strategy: str, link: Link | None) -> JointPlan:
     """Return the groups of a strategy. "auto" is the best plan. For `link` see `iteration`."""
     if link is None:
         groups = PARTITIONS["optimal" if strategy in ("auto", "joint") else strategy](profile.push())
-        # Each push brings its own parameters back, so every group counts as pulled early.
+        # A push also returns the new parameters, so there are no pulls after the pushes: all groups are pulled early.
         return JointPlan(groups, len(groups), ())
     if strategy in ("auto", "joint"):
         return joint.plan(profile.push(), profile.pull(), link)

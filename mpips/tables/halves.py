@@ -72,9 +72,9 @@ def widened(values: Array) -> Array:
 
 
 def streams_of(key: int, ids: Ids, update: int) -> NDArray[np.uint64]:
-    """Return a number for each id. The random numbers for the id's row in this update are computed from it.
+    """Return a seed for each id. The random numbers for the id's row in this update are computed from the seed.
 
-    `key` is the table's key for first values.
+    `key` is the number from which the table's first values are computed, too.
     """
     return mixed(mixed(ids.view(np.uint64) ^ np.uint64(key ^ OTHER)) + np.uint64(update * GOLDEN % (1 << 64)))
 

@@ -273,8 +273,8 @@ def uniforms(words: NDArray[np.uint64]) -> NDArray[np.float64]:
 def normals(words: NDArray[np.uint64], share: float) -> NDArray[np.float64]:
     """Return numbers of a normal distribution with mean 0 and deviation 1, from the middle `share` of the distribution.
 
-    Each word chooses a value of the distribution function, and the number is the approximate inverse of this value.
-    Half of the numbers are below 0.
+    Each random word of 64 bits chooses a probability. The number is the approximate inverse of the distribution
+    function at this probability.
     """
     middle, below_middle, tail, below_tail = COEFFICIENTS
     q = (((words >> np.uint64(12)).astype(np.float64) + 0.5) / 2.0**52 - 0.5) * share

@@ -134,8 +134,8 @@ class RefuseRound(msgspec.Struct, tag=True):
     """Drop all pushes of a table that are not applied yet, because a server lacks memory for round `round`.
 
     The server sends the reason `why` to the workers that wait for the round or have pushed to it. `refusals` is the
-    number of refused rounds, including this one. `step` lists all rounds of tables that are dropped together, including
-    this one.
+    number of refused rounds, including this one. `step` lists each pair of a table and a round that is dropped together
+    with this one, including this one.
     """
 
     table: str

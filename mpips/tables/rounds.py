@@ -193,7 +193,7 @@ class ServerTable:
         return [worker for worker, queue in enumerate(self.queues) if not queue]
 
     def waits_to_hear(self) -> list[Wait]:
-        """Return the workers that ask for room and must wait until other workers know of the last refusal."""
+        """Return a `Wait` for each worker that asks for room and must wait until others know of the last refusal."""
         asks = [read for read in self._reads if isinstance(read.request, messages.AskForRoom)] if self._to_hear else []
         behind = tuple(sorted(self._to_hear))
         return [Wait(read.worker, self.key, read.request.round + 1, behind, self.noun) for read in asks]

@@ -454,7 +454,7 @@ class WeightWatch:
         # which every rank has taken its norms.
         far = ~np.isclose(every, every[0], rtol=self._tolerances, atol=1e-30, equal_nan=True)[:, :2][:, known[:2]]
         # A rank that has changed its weights between the step and the forward pass differs only at the second moment.
-        # If it does not undo the change, it differs at both moments in the next pass. So the next pass compares again.
+        # If it keeps the change, its norms differ at both moments of the next pass. So the next pass compares again.
         self.due = self._repeats = not self._repeats and bool(far.any())
         if not known[:2].any() or not far.all(axis=1).any():
             return

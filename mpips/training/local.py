@@ -277,7 +277,7 @@ class LocalRounds:
         self._joins = joins
         self._quorum = kv.layout.asynchronous and kv.layout.options.quorum >= 0
         self._exchange = CenterExchange(kv, keys, parameters, rule, 1)
-        # for each fragment, the places of its parameters
+        # for each fragment, the indices of its parameters
         self.fragments = cut_into_fragments([array.size for array in parameters], rule.fragments)
         # for each key, the round (number of completed pushes) that includes this worker's last push
         self._goals = [0] * len(keys)
@@ -442,7 +442,7 @@ class LocalRounds:
         numbers = range(len(self.fragments)) if synchronous or self._joins else due
         if numbers:
             self._exchange.pull([place for number in numbers for place in self.fragments[number]])
-        # The store has completed this exchange. Only its result, the centre, has not been applied on this worker.
+        # If the store has completed this exchange, only its result (the centre) still has to be applied on this worker.
         if due and not self._unmade(due[0]):
             self._exchange.take(parameters, self.fragments[due.pop()])
         if self._quorum and (lost := max(goal - self._round(place) for place, goal in enumerate(self._goals)) - 1) > 0:

@@ -51,8 +51,8 @@ class SurvivingFit:
     Used only if the store survives deaths.
 
     Args:
-        parts: The parts of the Trainer.
-        blocking: The Trainer's exchange.
+        parts: The Trainer's store, model and so on.
+        blocking: Makes the Trainer's collective calls to the other workers.
         source: The batches of the fit.
         arguments: The arguments of the Trainer and of the fit. A spare must pass the same arguments as the workers.
         grow: True to let waiting spares become workers.
@@ -307,7 +307,7 @@ class Moment(msgspec.Struct, frozen=True):
 
     @property
     def place(self) -> tuple[int, int]:
-        """A pair of numbers that puts the moments of one step in order."""
+        """The order of moments within one step: the larger pair is the later moment."""
         return self.ended, self.stage
 
 

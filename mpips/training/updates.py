@@ -393,7 +393,10 @@ class ClientUpdate(WorkerUpdate):
             self._rounds.begin_at(int(arrays["steps"][0]))
 
     def rejoin(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer) -> None:
-        """After a death, continue with this client's arrays. Without them, begin at the centre with a new optimizer."""
+        """After a death, continue with `arrays`, which this client has saved.
+
+        If they are None, begin with the store's weights (the centre) and a new optimizer.
+        """
         if arrays is not None:
             super().restore(arrays, optimizer)
         else:

@@ -1,4 +1,4 @@
-"""`DataSource`, the base class of the sources of rows; checks of the rows that a source reads; labels of classes."""
+"""`DataSource`, the base class for sources of rows; checks of the rows that a source reads; class labels."""
 
 from __future__ import annotations
 

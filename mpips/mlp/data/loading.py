@@ -86,7 +86,7 @@ class Data(NamedTuple):
     outputs: int
     # True if y holds class numbers
     classes: bool
-    # number of rows of all batch indices together
+    # number of training rows on all batch indices of the mesh together
     train_rows: int
     test_rows: int
     batch: int

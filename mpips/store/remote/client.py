@@ -195,7 +195,7 @@ class Client(RowTransfers):
             yield from self._pull_vector([keys[i] for i in chosen], [outs[i] for i in chosen])
 
     def _steps(self, keys: Sequence[Key]) -> Sequence[Sequence[int]]:
-        """Return groups of indices of keys. The keys of a group travel together, and the groups in this order."""
+        """Return the indices of the keys in groups. The keys of a group are sent together, and groups in this order."""
         if self._all:
             return [[place] for place in range(len(keys))]
         return steps(keys)

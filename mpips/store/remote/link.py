@@ -83,9 +83,7 @@ class ServerLink:
             self._count(key, shard, -1)
 
     def from_own_server(self, shards: Iterable[Shard]) -> list[Shard]:
-        """Sort shards so that each worker begins with a different server.
-
-        So not all workers use the link of the same server first.
+        """Sort shards so that the workers begin with different servers, and do not all use one server's link first.
 
         The shards of one server keep their order, because the server can answer the first shard once all workers have
         sent that shard.

@@ -33,9 +33,9 @@ TEXT_BYTES = 192
 
 
 def label(what: str, keys: Sequence[Key]) -> str:
-    """Return the name of a call. The members of a client compare these names to check that their calls are equal.
+    """Return the name of a call: its operation and its keys.
 
-    Equal calls with equal keys have equal names.
+    The members of a client (the workers that act as one) compare these names to check that they make the same call.
     """
     return key_label(what, [key.name for key in keys])
 
@@ -161,7 +161,7 @@ class CallBetweenNodes(ClientCall):
             return True
         left = exchange.pending()
         for rank, request in zip(self._others, self._receives, strict=True):
-            # A null request is a completed one: the member's name for this call has arrived.
+            # mpi4py sets a completed request to null. So the name of this member's call has arrived.
             if not request and not np.array_equal(self._theirs[rank], self._mine):
                 first = self._members.first
                 calls = {self._members.rank: self._mine, rank: self._theirs[rank]}

@@ -143,8 +143,9 @@ def blocks_of(replicas: Sequence[Replica]) -> Blocks:
 def take_from(replicas: Sequence[Replica], outs: Sequence[Array], blocks: Blocks) -> None:
     """Complete a round of each replica, and leave its new value in the array of `outs` for this replica.
 
-    Before the call this array has the sum of the round. If `blocks` has memory for this worker's block of the sum, that
-    memory has the block, and the value is left spread over the workers (see `replica`).
+    Before the call, this array holds the sum of the round. If `blocks` has a buffer for the replica, that buffer holds
+    this worker's block of the sum instead. Then the array is not written, and the value stays spread over the workers
+    (see `replica`).
     """
     for number, (replica, out) in enumerate(zip(replicas, outs)):
         if blocks is not None and blocks[number] is not None:
@@ -159,8 +160,8 @@ def take_from(replicas: Sequence[Replica], outs: Sequence[Array], blocks: Blocks
 # The algorithm of all sums. The workers' contributions to an element are added in the same order, however keys are
 # split or grouped into lists.
 SUMS = "reproducible"
-# A list: for each array, the memory for this worker's block of the sum, or None if the array needs no block. Instead of
-# a list, None if no array needs a block.
+# For each array, the buffer for this worker's block of the sum, or None if the array needs no block. If no array needs a
+# block, the whole is None.
 Blocks: TypeAlias = "Sequence[Array | None] | None"
 
 

@@ -184,7 +184,7 @@ class Reduce:
     # ---- asynchronous stores: one contribution by itself
 
     def apply_single(self, unit: Unit, source: Contribution) -> bool:
-        """Apply one push as an update of its own: its next block, or the whole push if it is coded.
+        """Apply the next block of one push as an update of its own. A coded (compressed) push is applied as a whole.
 
         Return False if this block, or the whole coded push, has not arrived.
         """
