@@ -56,8 +56,8 @@ MOST_LETTERS = 300
 ENOUGH_ELEMENTS = 100_000_000
 # A call counts as at least this many elements, because a call of NumPy takes some 20 us longer than a call of a kernel.
 CALL_ELEMENTS = 4096
-# A program that prepares a kernel is expected to call it this many times. If these calls have ENOUGH_ELEMENTS, the kernel
-# is loaded immediately, for example for the 250,000 weights of a server (400 x 250,000 elements).
+# A program that prepares a kernel is expected to call it this many times. If these calls have ENOUGH_ELEMENTS, the
+# kernel is loaded immediately, for example for the 250,000 weights of a server (400 x 250,000 elements).
 EXPECTED_CALLS = 400
 
 

@@ -82,8 +82,8 @@ class RepeatedCollective:
         # runs the collective and blocks; None if there is nothing to do
         self._call: Callable[[], object] | None = None
         self._plan: Plan | None = None
-        # The copy that is sent in place of `array`: in float16, or in host memory for an allgather of an array on a GPU.
-        # MPI cannot read such an array. None if `array` itself is sent.
+        # The copy that is sent in place of `array`: in float16, or in host memory for an allgather of a GPU's array,
+        # which MPI cannot read. None if `array` itself is sent.
         self._copy: np.ndarray | None = None
         self._under_way = False
         if not array.size or comm.size == 1:

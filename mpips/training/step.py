@@ -97,7 +97,7 @@ class Blocking:
         self._added += 1
 
     def flush(self) -> bool:
-        """Exchange the mean gradient over all samples of the waiting batches, or return False if none waits. Blocking."""
+        """Exchange the mean gradient over all samples of the waiting batches. Return False if none waits. Blocking."""
         if not self._added:
             return False
         self._sum.mean()

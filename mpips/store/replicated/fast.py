@@ -160,8 +160,8 @@ def take_from(replicas: Sequence[Replica], outs: Sequence[Array], blocks: Blocks
 # The algorithm of all sums. The workers' contributions to an element are added in the same order, however keys are
 # split or grouped into lists.
 SUMS = "reproducible"
-# For each array, the buffer for this worker's block of the sum, or None if the array needs no block. If no array needs a
-# block, the whole is None.
+# For each array, the buffer for this worker's block of the sum, or None if the array needs no block. If no array needs
+# a block, the whole is None.
 Blocks: TypeAlias = "Sequence[Array | None] | None"
 
 
