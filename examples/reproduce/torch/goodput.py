@@ -3,10 +3,14 @@
     python -m examples.reproduce.torch.goodput [--replicas 8] [--minutes 30] [--every 29] [--out out] [--quick]
 
 One job trains a small transformer by DistributedDataParallel over process groups that can be created again. Its parts
-are without faults, with faults, and without faults again, so that a drift of the machine's speed affects both sides of
-the comparison. Every second fault kills a replica, and a spare takes its place. The other faults stop a replica
-(SIGSTOP) for 10 s. The stopped replica does not answer within the timeout of the group, so a spare takes its place.
-When it wakes, it becomes a spare. The samples of a step count once, however often the step is repeated.
+are without faults, with faults, and without faults again. Every second fault kills a replica, and a spare takes its
+place. The other faults stop a replica (SIGSTOP) for 10 s. The stopped replica does not answer within the timeout of the
+group, so a spare takes its place. When it wakes, it becomes a spare. The samples of a step count once, however often
+the step is repeated.
+
+Two comparisons give the goodput, that is, the speed with faults as a share of the speed without them. The first is with
+the parts without faults. The machine's speed may change between the parts, so the second is within the part with
+faults, with the seconds in which no fault has an effect.
 """
 
 from __future__ import annotations
@@ -48,6 +52,8 @@ MARGIN_SECONDS = 900.0
 AFTER_SECONDS = 9.0
 # seconds over which each point in the picture is averaged
 POINT_SECONDS = 5.0
+# A point counts as undisturbed if no kill is within this many seconds before it, and no stop or end of a stop.
+RECOVERY_SECONDS = 2.0
 
 
 class Faults:
@@ -62,7 +68,7 @@ class Faults:
         # the seconds that the parts take: to settle, without faults, with faults, without faults
         self._parts = parts
         self._every = every
-        self._stop_seconds = stopped
+        self.stop_seconds = stopped
         self._random = random.Random(1)
         # the times at which the parts begin, and at which the last one ends
         self.times: list[float] = []
@@ -89,9 +95,13 @@ class Faults:
             latest = max(message.step for message in run.messages[-1000:] if isinstance(message, chaos.ProgramNote))
             self._store.set("last", str(latest + LAST_STEPS))
         if self._over:
+            # A spare that ended now would wait in MPI_Finalize until training has ended.
+            if not any(self._store.check([f"end/{rank}"]) for rank in range(size)):
+                return
             for rank in range(size):
                 if self._store.check([f"spare/{rank}"]):
-                    self._store.set(f"call/{self._store.get(f'spare/{rank}').decode()}", "end")
+                    handle = self._store.get(f"spare/{rank}").decode()
+                    self._store.compare_set(f"call/{handle}", "", "end")
         elif begin + (len(self.made) + 0.5) * self._every <= now < end:
             rank = self._random.choice(json.loads(self._store.get("members")))
             pid = int(self._store.get(f"pid/{rank}"))
@@ -100,7 +110,7 @@ class Faults:
             if kind == "kill":
                 os.kill(pid, signal.SIGKILL)
             else:
-                self._stopped[pid] = now + self._stop_seconds
+                self._stopped[pid] = now + self.stop_seconds
                 os.kill(pid, signal.SIGSTOP)
             click.echo(f"fault {len(self.made)}: {kind} of rank {rank}", err=True)
 
@@ -136,16 +146,43 @@ def summarize(notes: Sequence[chaos.ProgramNote], faults: Faults) -> dict[str, A
         if losses:
             middle = first - start + POINT_SECONDS / 2
             points.append((middle, samples(notes, first, last) / POINT_SECONDS, statistics.mean(losses)))
+    made = [
+        {"at": at - start, "kind": kind, "rank": rank, "seconds": longest_gap(at)} for at, kind, rank in faults.made
+    ]
+    undisturbed = rate_between_faults(points, made, faults.stop_seconds, begin - start, end - start)
     return {
-        "samples_per_second_without": without,
         "samples_per_second_with": during,
+        "samples_per_second_without": without,
+        "samples_per_second_between": undisturbed,
         "goodput": during / without,
+        "goodput_between": during / undisturbed if undisturbed else None,
         "part_seconds": [begin - start, end - begin, over - end],
-        "faults": [
-            {"at": at - start, "kind": kind, "rank": rank, "seconds": longest_gap(at)} for at, kind, rank in faults.made
-        ],
+        "faults": made,
         "points": points,
     }
+
+
+def rate_between_faults(
+    points: Sequence[tuple[float, float, float]],
+    made: Sequence[dict[str, Any]],
+    stop_seconds: float,
+    begin: float,
+    end: float,
+) -> float | None:
+    """Return the samples a second at the points between two times on which no fault has an effect. None: no such point.
+
+    Args:
+        points: (seconds, samples a second, loss).
+        made: The faults, with the keys "at" (seconds) and "kind".
+    """
+
+    def is_free(second: float) -> bool:
+        first, last = second - POINT_SECONDS / 2, second + POINT_SECONDS / 2
+        ends = ((fault["at"], fault["at"] + stop_seconds * (fault["kind"] == "stop")) for fault in made)
+        return all(last <= at or first >= until + RECOVERY_SECONDS for at, until in ends)
+
+    rates = [rate for second, rate, _ in points if begin <= second < end and is_free(second)]
+    return statistics.mean(rates) if rates else None
 
 
 @click.command(cls=Interruptible, context_settings={"show_default": True})
@@ -154,7 +191,7 @@ def summarize(notes: Sequence[chaos.ProgramNote], faults: Faults) -> dict[str, A
 @click.option("--every", default=29.0, type=click.FloatRange(1), help="Seconds between two faults.")
 @click.option("--stopped", default=10.0, type=click.FloatRange(0.1), help="Seconds that a stop lasts.")
 @click.option("--without", default=2.5, type=click.FloatRange(0.01), help="Minutes without faults before and after.")
-@click.option("--timeout", default=0.5, type=click.FloatRange(0.1), help="Of the group, seconds.")
+@click.option("--timeout", default=0.3, type=click.FloatRange(0.1), help="Of the group, seconds.")
 @click.option("--quick", is_flag=True, help="2 replicas, 2 faults: shows that all of it works.")
 @out_option
 def command(
@@ -199,8 +236,13 @@ def show(report: dict[str, Any]) -> None:
         if gaps:
             table.add_row(kind, str(len(gaps)), f"{statistics.median(gaps):.2f}", f"{max(gaps):.2f}")
     show_table(table)
-    with_, without = report["samples_per_second_with"], report["samples_per_second_without"]
-    click.echo(f"samples a second: {with_:.1f} with faults, {without:.1f} without: {report['goodput']:.4f}")
+    during = report["samples_per_second_with"]
+    click.echo(f"samples a second with faults: {during:.1f}")
+    click.echo(
+        f"in the parts without faults: {report['samples_per_second_without']:.1f}; goodput {report['goodput']:.4f}"
+    )
+    if (between := report["samples_per_second_between"]) is not None:
+        click.echo(f"while no fault has an effect: {between:.1f}; goodput {report['goodput_between']:.4f}")
     losses = [loss for _, _, loss in report["points"]]
     tenth = max(1, len(losses) // 10)
     parts = [statistics.mean(losses[part : part + tenth]) for part in range(0, len(losses) - tenth + 1, tenth)]
@@ -227,7 +269,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
             for number, minute in enumerate(at):
                 axes.axvline(minute, color=color, linewidth=0.7, alpha=0.6, label="" if number else kind)
     above.legend()
-    figure.suptitle(f"{report['replicas']} replicas, {len(report['faults'])} faults: goodput {report['goodput']:.3f}")
+    figure.suptitle(f"{report['replicas']} replicas, {len(report['faults'])} faults")
     files.write_picture(path, figure, dpi=90)
 
 

@@ -6,8 +6,8 @@ Ranks agree on the members of the next group by a store of PyTorch in the driver
 
 group N: the members of group N, {rank of the job: its handle}, in the order of their ranks in the group
 group N/R: the report of rank R of the group before: [the number of steps that it has done, its handle]
-spare/R: the handle of rank R, which waits until it is needed
-call/H: the number of the group that the spare with handle H is to join, or "end"
+spare/R: the handle with which rank R last waited, or still waits, until it is needed
+call/H: the number of the group that the spare with handle H is to join, or "end"; until it is set, the spare is free
 members, pid/R: the ranks of the current group, and the pid of rank R; the driver makes faults in these processes
 last, end/R: the number of steps after which training ends, and a checksum of the parameters that rank R then has
 """
@@ -104,8 +104,8 @@ class Membership:
             members = {rank: said[rank][1] for rank in sorted(come, key=lambda rank: -said[rank][0])}
             others = (rank for rank in range(SIZE) if rank not in dead and rank not in self.ranks)
             for rank in others:
-                if len(members) < self._replicas and self._store.check([f"spare/{rank}"]):
-                    members[rank] = self._store.get(f"spare/{rank}").decode()
+                if len(members) < self._replicas and (handle := self._free_handle(rank)):
+                    members[rank] = handle
             # If another member was faster, its list stays.
             self._store.compare_set(group, "", json.dumps(members))
         agreed: dict[str, str] = json.loads(self._store.get(group))
@@ -114,6 +114,13 @@ class Membership:
             if int(rank) not in self.ranks:
                 self._store.set(f"call/{handle}", str(self._number))
         return agreed
+
+    def _free_handle(self, rank: int) -> str:
+        """Return the handle of a spare that waits and was not called, or "" for another rank."""
+        if not self._store.check([f"spare/{rank}"]):
+            return ""
+        handle = self._store.get(f"spare/{rank}").decode()
+        return "" if self._store.check([f"call/{handle}"]) else handle
 
     def _wait_as_spare(self) -> int:
         """Return the number of the group that needs this process. Blocks without polling. Ends the process at the end.
@@ -125,7 +132,6 @@ class Membership:
         called = self._store.get(f"call/{handle}").decode()
         if called == "end":
             raise SystemExit
-        self._store.delete_key(f"spare/{ME}")
         return int(called)
 
 
