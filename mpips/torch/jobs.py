@@ -67,13 +67,17 @@ class GroupJobs:
         self._home = communicator(comm)
         if outlived:
             self._home.board.memory.reachable = False
-        self._home.set_limits(self._home.limits.stall_seconds, max(timeout_seconds, LEAST_SECONDS))
+        self.set_timeout(timeout_seconds)
         self._comm_of_messages = guard_comm(comm.Dup())
         self.messages = Messages(self._comm_of_messages)
         self._barrier_token = torch.zeros(1)
         self._marks = Marks(self._home.board.marks.identity | LANE)
         # name of an operation -> its token in the recorder
         self._tokens = dict[str, int]()
+
+    def set_timeout(self, seconds: float) -> None:
+        """Set how long operations wait for other ranks. Also applies to operations that already wait. Local."""
+        self._home.set_limits(self._home.limits.stall_seconds, max(seconds, LEAST_SECONDS))
 
     def free(self) -> None:
         """Free the group's communicators. Local. A rank that still waits for this rank in the group raises an error."""
@@ -262,7 +266,7 @@ class GroupJobs:
     def limited(self, seconds: float) -> Iterator[None]:
         """Change the timeout of this group within a `with` block."""
         usual = self._home.limits
-        self._home.set_limits(usual.stall_seconds, max(seconds, LEAST_SECONDS))
+        self.set_timeout(seconds)
         try:
             yield
         finally:

@@ -419,6 +419,14 @@ class ProcessGroup(dist.ProcessGroup):
             raise ArgumentError(f"{what}: pass enable_reconfigure=True to init_process_group")
         return self._member
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of the group, as `torch.distributed.set_timeout` asks. Local: call it on all ranks.
+
+        Groups that `reconfigure` makes later have this timeout, too.
+        """
+        self._timeout = timeout
+        self._jobs.set_timeout(timeout.total_seconds())
+
     def abort(self) -> None:
         """End the group: operations under way and later ones raise CollectiveError on all ranks.
 
@@ -435,6 +443,16 @@ class ProcessGroup(dist.ProcessGroup):
 
     def getSize(self) -> int:
         return self._place[1]
+
+    # PyTorch's own method keeps a hook, but only C++ groups call hooks.
+    def register_pre_hook(self, hook_id: int, hook: object) -> None:
+        raise ArgumentError("register_pre_hook: mpips would never call the hook")
+
+    def register_post_hook(self, hook_id: int, hook: object) -> None:
+        raise ArgumentError("register_post_hook: mpips would never call the hook")
+
+    def register_abort_hook(self, hook_id: int, hook: object) -> None:
+        raise ArgumentError("register_abort_hook: mpips would never call the hook")
 
     # ---- other methods that c10d calls
 

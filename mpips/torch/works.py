@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from mpips.collectives.clock import Clock
-from mpips.collectives.errors import of_caller
+from mpips.collectives.errors import StallError, of_caller
 from mpips.collectives.fabric.requests import keep_until_complete
 from mpips.collectives.fabric.wait import check_in_time
 from mpips.torch.tensors import as_backend_error, bytes_of
@@ -105,9 +105,19 @@ class Work(torch._C._distributed_c10d.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the operation has ended. If it has failed, raise its error. Blocking.
 
-        `timeout` is ignored, and the group's own timeout applies.
+        Args:
+            timeout: How long to wait at most. None or 0: the timeout of the group.
+
+        Raises:
+            StallError: The time is over. The operation continues, so another `wait` may succeed.
         """
         if self._given_future is not None:
+            if timeout is not None and timeout > timedelta(0):
+                ended = threading.Event()
+                self._given_future.add_done_callback(lambda _: ended.set())
+                seconds = timeout.total_seconds()
+                if not ended.wait(seconds):
+                    raise of_caller(StallError(f"wait: the operation has not ended in {seconds:.3g} s: wait again"))
             self._given_future.wait()
         if self._results:
             results, self._results = self._results, []

@@ -222,6 +222,39 @@ def test_a_monitored_barrier_without_a_second_s_patience_raises() -> None:
     assert WORLD.rank or ("barrier" in said and "not come" in said)
 
 
+@several
+def test_a_timeout_that_is_set_later_applies() -> None:
+    own, said, begin = dist.new_group(backend="mpips"), "", time.monotonic()
+    if hasattr(dist, "set_timeout"):
+        dist.set_timeout(timedelta(seconds=1), own)
+    else:
+        own.set_timeout(timedelta(seconds=1))
+    if WORLD.rank == 0:
+        said = heard(lambda: dist.all_reduce(torch.ones(3), group=own))
+    WORLD.Barrier()
+    assert WORLD.rank or ("not come" in said and 0.9 < time.monotonic() - begin < 20), said
+
+
+@several
+def test_a_wait_with_a_timeout_may_be_repeated() -> None:
+    own, total, said = dist.new_group(backend="mpips"), torch.ones(3), ""
+    if WORLD.rank == 0:
+        work = dist.all_reduce(total, group=own, async_op=True)
+        said = heard(lambda: work.wait(timedelta(seconds=0.2)))
+        WORLD.Barrier()
+        work.wait(timedelta(seconds=60))
+    else:
+        WORLD.Barrier()
+        dist.all_reduce(total, group=own)
+    assert total.tolist() == [WORLD.size] * 3
+    assert WORLD.rank or "has not ended in 0.2 s" in said
+
+
+@pytest.mark.parametrize("hook", ["register_pre_hook", "register_post_hook", "register_abort_hook"])
+def test_a_hook_that_would_never_run_is_refused(hook: str) -> None:
+    assert f"{hook}: mpips would never call the hook" in heard(lambda: getattr(dist.group.WORLD, hook)(1, print))
+
+
 def test_parts_of_a_sum_may_be_of_unlike_sizes() -> None:
     part = torch.zeros(WORLD.rank + 1)
     dist.reduce_scatter(part, [torch.full((rank + 1,), 10.0**rank) for rank in range(WORLD.size)])
