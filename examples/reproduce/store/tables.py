@@ -173,12 +173,15 @@ class PlainRows:
 class OurTable:
     """The contender of mpips. A sample has seconds of `calls` pulls, pushes and steps."""
 
-    def __init__(self, kv: mpips.KVStore, rows: int, dim: int) -> None:
-        self._table = kv.table(f"dim {dim}", dim, init=mpips.uniform(0.05), optimizer="adagrad", learning_rate=0.01)
+    def __init__(
+        self, kv: mpips.KVStore, rows: int, dim: int, dtype: str = "float32", rounding: str = "nearest"
+    ) -> None:
+        rule: dict[str, Any] = {"optimizer": "adagrad", "learning_rate": 0.01, "rounding": rounding}
+        self._table = kv.table(f"{dtype}, {rounding}, dim {dim}", dim, dtype, init=mpips.uniform(0.05), **rule)
         # Push zeros to every id, which makes its row.
         for start in range(0, rows, MADE_AT_ONCE):
             ids = np.arange(start, min(rows, start + MADE_AT_ONCE))[kv.rank :: kv.num_workers]
-            self._table.push(ids, np.zeros((len(ids), dim), np.float32))
+            self._table.push(ids, np.zeros((len(ids), dim), self._table.dtype))
 
     def sample(self, batches: Ids, calls: int, gradients: Any, out: Any, comm: MPI.Comm) -> Sample:
         """Return the seconds of `calls` pulls, pushes and steps. Collective."""

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from examples.reproduce.store import large_table, several_tables
+from examples.reproduce.store import half_rows, large_table, several_tables
 from examples.reproduce.store import tables as table_benchmark
 from examples.reproduce.torch import movielens
 from tests.mpi.sizes import only_on
@@ -110,3 +110,12 @@ def test_several_tables_are_measured_at_once_and_one_by_one(monkeypatch) -> None
     done = CliRunner().invoke(several_tables.main, ["--tables", "3", "--ids", "5", "--rounds", "2"])
     assert done.exit_code == 0, done.output
     assert ("messages" in done.output) == (WORLD.rank == 0), done.output
+
+
+@only_on(3)
+def test_rows_of_16_bits_are_measured_beside_float32(monkeypatch) -> None:
+    monkeypatch.setenv("MPIPS_SERVERS", "1")
+    monkeypatch.setenv("MPIPS_KERNELS", "numpy")
+    done = CliRunner().invoke(half_rows.main, ["--dims", "3", "--rows", "500", "--batches", "64", "--rounds", "1"])
+    assert done.exit_code == 0, done.output
+    assert ("stochastic" in done.output) == (WORLD.rank == 0), done.output
