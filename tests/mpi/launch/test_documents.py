@@ -42,9 +42,10 @@ def test_programs_print_what_is_shown(page: Path, tmp_path: Path) -> None:
     see_programs_print_what_is_shown(page, tmp_path)
 
 
-# Commands that take another machine, a lab (tests/lab/test_documents.py), minutes, or an algorithm of the reader's.
+# Commands that take another machine, a lab (tests/lab/test_documents.py), a job that runs, minutes, or an algorithm of
+# the reader's.
 ELSEWHERE = re.compile(
-    r"mpips lab |--nics |--lab |star,ring|^python -m (tests|pytest)|'star'|examples.reproduce|demo.py"
+    r"mpips lab |--nics |--lab | 4711|star,ring|^python -m (tests|pytest)|'star'|examples.reproduce|demo.py"
 )
 QUICK = re.compile(r"^mpips (script|sim|plan) |--dry-run")
 TRAIN = """
