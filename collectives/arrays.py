@@ -101,9 +101,10 @@ def host(x: Array, name: str = "x") -> Vector:
     if hasattr(x, "__dlpack__") and not is_device(x):
         array = np.from_dlpack(x)
         return array if DLPACK_TELLS else np.asarray(_Writable(array))
+    called = name.rpartition(": ")[2].partition("[")[0]
     raise TypeError(
         f"{name} is of type {type(x).__name__}, which is not an array in memory: pass "
-        f"numpy.asarray({name.partition('[')[0]}), a PyTorch tensor, or an object with __array_interface__ or DLPack"
+        f"numpy.asarray({called}), a PyTorch tensor, or an object with __array_interface__ or DLPack"
     )
 
 

@@ -588,7 +588,7 @@ class _ArrivalWait:
     def wait(self) -> None:
         """Wait until all ranks have arrived. Blocking. Raises StallError after MPIPS_TIMEOUT_SECONDS."""
         self.limits = read_limits()
-        drive(wait_until(self._barrier.request.Test), self, self._what)
+        drive(wait_until(self._barrier.is_over), self, self._what)
 
     def look(self, waited: float) -> None:
         """Raise CollectiveError if a rank can no longer arrive."""

@@ -135,9 +135,12 @@ class ArrivalBarrier:
         self._arrived = np.zeros(size, np.uint8)
         self._sent = np.ones(size, np.uint8)
         counts, places = [1] * size, list(range(size))
-        self.request: MPI.Request = comm.Ialltoallv(
-            [self._sent, counts, places, MPI.BYTE], [self._arrived, counts, places, MPI.BYTE]
-        )
+        call = comm.Ialltoallv([self._sent, counts, places, MPI.BYTE], [self._arrived, counts, places, MPI.BYTE])
+        self._requests: list[MPI.Request] = [call]
+
+    def is_over(self) -> bool:
+        """True once all ranks have arrived. Does not block."""
+        return MPI.Request.Testall(self._requests)
 
     def wait(self, limits: Limits) -> None:
         """Wait until all ranks have arrived. Blocking.
@@ -147,7 +150,7 @@ class ArrivalBarrier:
         """
         self.limits = limits
         _waited_barriers.append(self)
-        drive(wait_until(self.request.Test), self, self._what)
+        drive(wait_until(self.is_over), self, self._what)
         _waited_barriers.remove(self)
 
     def late(self) -> list[int]:
@@ -167,6 +170,53 @@ class ArrivalBarrier:
         for rank in sorted(gone & self._gone):
             raise CollectiveError(f"{self._what}: rank {rank} is needed, and its program has ended")
         self._gone = gone
+
+
+class MemberArrival(ArrivalBarrier):
+    """The same barrier for only some ranks of a communicator, by messages instead of MPI's collective.
+
+    Args:
+        ranks: The ranks that take part, this one included.
+        tag: A tag that no other messages on the communicator have.
+        look: A function of the seconds waited. It raises CollectiveError if a rank can no longer arrive. None: the
+            wait ends if the program of a late rank has ended.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        what: str,
+        ranks: Sequence[int],
+        tag: int,
+        look: Callable[[float], None] | None = None,
+    ) -> None:
+        self._comm = comm
+        self._what = what
+        self._looked = 0.0
+        self._gone = set()
+        self._look = look
+        others = [rank for rank in ranks if rank != comm.rank]
+        self._arrived = np.ones(comm.size, np.uint8)
+        self._arrived[others] = 0
+        self._sent = np.ones(1, np.uint8)
+        self._receives = [comm.Irecv(self._arrived[rank : rank + 1], rank, tag) for rank in others]
+        self._requests = self._receives + [send(comm, self._sent, rank, tag) for rank in others]
+
+    def look(self, waited: float) -> None:
+        if self._look is None:
+            super().look(waited)
+        else:
+            self._look(waited)
+
+    def wait(self, limits: Limits) -> None:
+        """Like `ArrivalBarrier.wait`. After an error, a later barrier gets the messages that have not come yet."""
+        try:
+            super().wait(limits)
+        except BaseException:
+            for request in self._receives:
+                if request != MPI.REQUEST_NULL:
+                    request.Cancel()
+            raise
 
 
 # barriers for which this process waits, and barriers for which it has stopped waiting before all ranks arrived

@@ -235,7 +235,8 @@ class Options:
             least = self.servers + spares + 1
             raise OptionError(
                 f"servers={self.servers}{also} and at least one worker need {least} ranks, but the job has "
-                f"{world_size}: start more (mpirun -n {least}) or ask for fewer servers{' or spares' if spares else ''}"
+                f"{world_size}: start more (`mpips run --servers {self.servers}` or mpirun -n {least}) or ask for "
+                f"fewer servers{' or spares' if spares else ''}"
             )
         if self.workers and workers != self.workers:
             ranks = self.workers + self.servers + spares

@@ -96,7 +96,9 @@ def _checked(store: WorkerStore, name: str, options: TableOptions, numbers: dict
         if each in store.keys:
             raise ValueError(f"table: a key has the name {each!r}: choose another")
         if each in collections and each not in store.restored.names:
-            raise ValueError(f"table: {each!r} was already made; a table is made once")
+            raise ValueError(
+                f"table: {each!r} was already made: use the table that the first call returned, or choose another name"
+            )
     try:
         dtype = str(dtype) if dtype is None else np.dtype(dtype).name
     except TypeError:

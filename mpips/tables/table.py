@@ -527,7 +527,8 @@ class Table(NotCopyable):
         name = f"{what} of table {self.name!r}: {argument}"
         array = arrays.host(given, name)  # type: ignore[arg-type]
         if array.dtype != self.dtype:
-            raise TypeError(f"{name} has dtype {array.dtype}, and the table {self.dtype.name}: convert it")
+            cast = f"pass {argument}.astype({self.dtype.name!r}) (NumPy) or {argument}.to(torch.{self.dtype.name})"
+            raise TypeError(f"{name} has dtype {array.dtype}, and the table {self.dtype.name}: {cast}")
         if array.shape != (*shape, self.dim):
             raise ValueError(f"{name} has shape {array.shape}, and ids of shape {shape} need {(*shape, self.dim)}")
         if not array.flags.c_contiguous:

@@ -17,7 +17,7 @@ from mpi4py import MPI
 from mpips.address import find_address
 from mpips.collectives import log
 from mpips.collectives.errors import of_caller
-from mpips.collectives.fabric.requests import ArrivalBarrier
+from mpips.collectives.fabric.requests import ArrivalBarrier, MemberArrival
 from mpips.collectives.fabric.wait import Limits, read_limits
 from mpips.ending.process import before_mpi_ends
 from mpips.store.create import why_deaths_end_job, workers_of
@@ -81,6 +81,10 @@ def _create_group(options: Any, group_options: Any = None) -> ProcessGroup:
         return _begin_reconfigurable(options, world)
     if isinstance(default, ProcessGroup) and default.supports_reconfigure:
         return default.make_part(ranks, options.timeout)
+    if isinstance(default, ProcessGroup):
+        # MPI's call has no time limit. So all members come before it begins.
+        limits = Limits(read_limits().stall_seconds, options.timeout.total_seconds())
+        MemberArrival(default.comm, "new_group", ranks or range(world.size), TAG).wait(limits)
     if not ranks or len(ranks) == world.size:
         _check_place(options.group_rank, options.group_size, world)
         LOG.info("a process group of all %d ranks begins", world.size)

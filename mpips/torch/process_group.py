@@ -17,13 +17,17 @@ from mpi4py import MPI
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, _allow_inflight_collective_as_graph_input
 
+from mpips.collectives.clock import Clock
 from mpips.collectives.communicator import communicator
+from mpips.collectives.errors import CollectiveError, StallError
 from mpips.collectives.fabric.failure import CommCreationGuard, dead_ranks, guard_comm
+from mpips.collectives.fabric.requests import MemberArrival
+from mpips.collectives.fabric.wait import Limits
 from mpips.torch.direct import reduce_at_once
 from mpips.torch.dispatch import listened
 from mpips.torch.jobs import LEAST_SECONDS, GroupJobs, Tensors, check_alike, check_types, deal, in_turn
 from mpips.torch.lone import watch as gradients
-from mpips.torch.reconfigure import GroupMember
+from mpips.torch.reconfigure import GroupMember, call_in_thread
 from mpips.torch.tensors import (
     NAMES,
     ArgumentError,
@@ -398,16 +402,36 @@ class ProcessGroup(dist.ProcessGroup):
 
         Raises:
             CollectiveError: This group has ended, or one of its processes has died.
+            StallError: A member has not called `new_group` in time. This group has ended.
         """
-        home = communicator(self.comm)
+        home, clock = communicator(self.comm), Clock()
         home.check()
 
-        def is_hopeless() -> bool:
-            return home.end_announced() or bool(dead_ranks(self.comm))
+        def look(waited: float) -> None:
+            home.look_at_all(waited)
+            if dead := dead_ranks(self.comm):
+                raise CollectiveError(f"rank {dead[0]} is needed, and its process has ended")
 
-        with home.failing("new_group"), CommCreationGuard(self.comm, is_hopeless):
-            members = self.comm.group.Incl(ranks)
-            part = ProcessGroup(guard_comm(self.comm.Create_group(members, TAG)), timeout, outlived=True)
+        def failure() -> CollectiveError | None:
+            try:
+                look(0.0)
+            except CollectiveError as error:
+                return error
+            late = clock.seconds() > max(timeout.total_seconds(), LEAST_SECONDS)
+            return StallError(f"new_group has taken longer than {timeout.total_seconds():.3g} s") if late else None
+
+        def make() -> ProcessGroup:
+            with CommCreationGuard(self.comm, lambda: failure() is not None):
+                members = self.comm.group.Incl(ranks)
+                return ProcessGroup(guard_comm(self.comm.Create_group(members, TAG)), timeout, outlived=True)
+
+        with home.failing("new_group"):
+            # MPI's call may never end if a member dies or does not come. So all members come before it begins.
+            limits = Limits(home.limits.stall_seconds, max(timeout.total_seconds(), LEAST_SECONDS))
+            MemberArrival(self.comm, "new_group", ranks, TAG, look).wait(limits)
+            # This process may be the last to come, after others have stopped waiting.
+            look(0.0)
+            part = call_in_thread(make, failure)
         # A member may wait in this part for a living member, which itself waits for a dead one in another part. So if
         # any process of the enclosing group dies, the waits in all parts must end.
         communicator(part.comm).set_enclosing_look(home.look_at_all)

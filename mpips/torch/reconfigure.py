@@ -31,8 +31,8 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -51,6 +51,7 @@ from mpips.store.world import WATCHED
 from mpips.torch.jobs import GroupJobs
 from mpips.torch.tensors import ArgumentError
 
+T = TypeVar("T")
 LOG = log.get("mpips.torch")
 PREFIX = "mpips"
 # the tag of notes on MPI_COMM_WORLD, and of the calls that make communicators
@@ -292,6 +293,36 @@ _given_up: list[threading.Thread] = []
 _failed: list[GroupJobs] = []
 
 
+def call_in_thread(make: Callable[[], T], failure: Callable[[], CollectiveError | None]) -> T:
+    """Call `make`, which makes communicators, in a thread of its own, and return its result. Blocking.
+
+    `failure` is called again and again, and returns why `make` can only fail, or None. If it has returned an error for
+    some seconds and `make` has still not returned, then the thread is abandoned, and this function raises the error.
+    """
+    made: list[T] = []
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            made.append(make())
+        except BaseException as error:
+            errors.append(error)
+
+    maker = threading.Thread(target=call, name="mpips reconfigure", daemon=True)
+    maker.start()
+    hopeless = Clock()
+    while maker.is_alive():
+        maker.join(JOIN_SECONDS)
+        if (why := failure()) is None:
+            hopeless = Clock()
+        elif hopeless.seconds() > GIVING_UP_SECONDS and not made and not errors:
+            _given_up.append(maker)
+            raise why
+    if errors:
+        raise errors[0]
+    return made[0]
+
+
 class _Attempt:
     """One attempt to make a group, and the `RankGroup` of its waits."""
 
@@ -319,28 +350,12 @@ class _Attempt:
         everybody = range(len(self.ranks))
         self._tell(everybody, ARRIVED, self._digest)
         self._wait(ARRIVED, everybody)
-        made: list[GroupJobs | BaseException] = []
 
-        def make() -> None:
-            try:
-                made.append(self._make(everybody, timeout_seconds))
-            except BaseException as error:
-                made.append(error)
-
-        maker = threading.Thread(target=make, name="mpips reconfigure", daemon=True)
-        maker.start()
-        hopeless = Clock()
-        while maker.is_alive():
-            maker.join(JOIN_SECONDS)
+        def failure() -> CollectiveError | None:
             _receive_notes()
-            if (failure := self._failure()) is None:
-                hopeless = Clock()
-            elif hopeless.seconds() > GIVING_UP_SECONDS and not made:
-                _given_up.append(maker)
-                raise failure
-        if isinstance(made[0], BaseException):
-            raise made[0]
-        return made[0]
+            return self._failure()
+
+        return call_in_thread(lambda: self._make(everybody, timeout_seconds), failure)
 
     def _make(self, everybody: Collection[int], timeout_seconds: float) -> GroupJobs:
         """Make the communicators, and wait until all members have them. Collective over the members, blocking."""

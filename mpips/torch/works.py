@@ -112,12 +112,16 @@ class Work(torch._C._distributed_c10d.Work):
             StallError: The time is over. The operation continues, so another `wait` may succeed.
         """
         if self._given_future is not None:
+            done = self._given_future.done
             if timeout is not None and timeout > timedelta(0):
-                ended = threading.Event()
+                seconds, ended = timeout.total_seconds(), threading.Event()
+                deadline = time.monotonic() + seconds
+                communication.advance(lambda: done() or time.monotonic() > deadline)
                 self._given_future.add_done_callback(lambda _: ended.set())
-                seconds = timeout.total_seconds()
-                if not ended.wait(seconds):
+                if not ended.wait(min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)):
                     raise of_caller(StallError(f"wait: the operation has not ended in {seconds:.3g} s: wait again"))
+            else:
+                communication.advance(done)
             self._given_future.wait()
         if self._results:
             results, self._results = self._results, []
@@ -268,6 +272,14 @@ class Communication:
                 self._busy = False
                 self._state.notify_all()
         return job.future
+
+    def advance(self, until: Callable[[], bool]) -> None:
+        """Run jobs until `until()` is true, if the caller is a callback of a future. Otherwise do nothing.
+
+        Such a callback runs in the communication thread. If it only waited, no job would ever end.
+        """
+        if threading.current_thread() is self._thread:
+            self._run_side_by_side(until)
 
     def run_at_once(self, operation: Callable[..., object], *arguments: Any, **keywords: Any) -> bool:
         """Run an operation in the caller's thread, and return True. Blocking.

@@ -487,7 +487,10 @@ def _name_keys(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tens
 
     Raises ValueError if a parameter has no name, and TypeError if a parameter is complex.
     """
-    names = {parameter: name for name, parameter in named}
+    pairs = list(named)
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        raise of_caller(TypeError("named_parameters has no pairs (name, parameter): pass model.named_parameters()"))
+    names = {parameter: name for name, parameter in pairs}
     missing = sum(p not in names for group in optimizer.param_groups for p in group["params"])
     if missing:
         raise ValueError(

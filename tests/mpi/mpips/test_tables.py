@@ -542,7 +542,12 @@ def test_bad_arguments_lose_nothing() -> None:
         good = np.zeros((2, 3), np.float32)
         calls = {
             "ids have dtype int32, and need int64": lambda: table.pull(np.zeros(2, np.int32)),
-            "gradients has dtype float64, and the table float32": lambda: table.push(np.arange(2), np.zeros((2, 3))),
+            "gradients has dtype float64, and the table float32: pass gradients.astype('float32')": lambda: table.push(
+                np.arange(2), np.zeros((2, 3))
+            ),
+            "gradients is of type list, which is not an array in memory: pass numpy.asarray(gradients)": (
+                lambda: table.push(np.arange(2), [[0.0, 0.0, 0.0]] * 2)  # type: ignore[arg-type]
+            ),
             "gradients has shape (2, 3), and ids of shape (3,) need (3, 3)": lambda: table.push(np.arange(3), good),
             "out has shape (2, 3), and ids of shape (1, 2) need (1, 2, 3)": lambda: table.pull(
                 np.arange(2)[None], good

@@ -139,6 +139,16 @@ def absent(job: Job) -> Any:
     return [late, job.join(EVERYBODY)]
 
 
+def late_in_new_group(job: Job) -> Any:
+    """Rank 0 calls new_group only when the others have stopped waiting for it."""
+    if ME == 0:
+        for rank in EVERYBODY[1:]:
+            job.store.get(f"late/{rank}")
+    late = heard(lambda: dist.new_group(timeout=SHORT))
+    job.store.set(f"late/{ME}", "")
+    return [late, job.join(EVERYBODY)]
+
+
 def stopped(job: Job) -> Any:
     """Rank 1 is stopped, at first until the others wait for it, then for longer than they may wait."""
     job.store.set(f"pid/{ME}", str(os.getpid()))
@@ -201,17 +211,18 @@ def trained(ranks: Sequence[int]) -> list[Any]:
 
 
 def shrink_and_grow(job: Job) -> Any:
-    """Rank 0 dies, and in the same call the second spare joins."""
+    """Rank 0 dies while the others wait for it in new_group, and in the next group the second spare takes its place."""
     job.wait("shrink and grow", [*(rank for rank in EVERYBODY if rank != 1), WORKERS, WORKERS + 1])
     if ME == 0:
         die()
+    said = "" if ME == WORKERS + 1 else heard(dist.new_group)
     wait_until_dead([0])
     ranks = [*(rank for rank in EVERYBODY if rank > 1), WORKERS, WORKERS + 1]
-    return [job.join(ranks), trained(ranks) if job.trains else [True, []]]
+    return [job.join(ranks), trained(ranks) if job.trains else [True, []], said]
 
 
 def death(job: Job) -> Any:
-    """A rank dies at some moment of a reconfigure."""
+    """A rank dies at some moment of a reconfigure. Then those that are not stuck in MPI make a group."""
     ranks = [*(rank for rank in EVERYBODY if rank > 1), WORKERS, WORKERS + 1]
     victim, seconds = job.random.choice(ranks), job.random.uniform(0, 0.05)
     handles, begun = job.collect("death", ranks), job.folder / "begun"
@@ -228,8 +239,11 @@ def death(job: Job) -> Any:
         time.sleep(LIMIT.total_seconds())
     took = time.monotonic() - start
     wait_until_dead([victim])
-    left = [rank for rank in ranks if rank != victim]
-    return {"victim": victim, "error": error, "took": took, "left": job.join(left)}
+    refused = heard(lambda: dist._reconfigure(5100 + ME, [dist._get_reconfigure_handle()], timeout=LIMIT).wait())
+    job.store.set(f"death, refused/{ME}", refused)
+    left = [rank for rank in ranks if rank != victim and not job.store.get(f"death, refused/{rank}")]
+    said = "" if refused else job.join(left)
+    return {"victim": victim, "error": error, "took": took, "refused": refused, "left": said}
 
 
 CASES: tuple[tuple[Callable[[Job], Any], range], ...] = (
@@ -240,6 +254,7 @@ CASES: tuple[tuple[Callable[[Job], Any], range], ...] = (
     (stale, range(WORKERS)),
     (outsider, range(WORKERS)),
     (absent, range(WORKERS)),
+    (late_in_new_group, range(WORKERS)),
     (stopped, range(WORKERS)),
     (shrink, range(WORKERS)),
     (grow, range(WORKERS + 1)),

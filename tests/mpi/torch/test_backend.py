@@ -250,6 +250,14 @@ def test_a_wait_with_a_timeout_may_be_repeated() -> None:
     assert WORLD.rank or "has not ended in 0.2 s" in said
 
 
+def test_a_callback_may_wait_for_an_operation_that_began_before() -> None:
+    first = dist.all_reduce(torch.ones(3), async_op=True)
+    total = torch.ones(3)
+    second = dist.all_reduce(total, async_op=True)
+    waited = first.get_future().then(lambda _: [second.wait(), second.wait(timedelta(seconds=60))]).wait()
+    assert waited == [True, True] and total.tolist() == [WORLD.size] * 3
+
+
 @pytest.mark.parametrize("hook", ["register_pre_hook", "register_post_hook", "register_abort_hook"])
 def test_a_hook_that_would_never_run_is_refused(hook: str) -> None:
     assert f"{hook}: mpips would never call the hook" in heard(lambda: getattr(dist.group.WORLD, hook)(1, print))

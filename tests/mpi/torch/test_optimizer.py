@@ -283,6 +283,12 @@ def test_wrong_arguments_are_refused(make: Any, options: dict[str, Any], error: 
         mpips.torch.DistributedOptimizer(make(network()), [], **options)
 
 
+def test_parameters_without_names_are_refused() -> None:
+    model = network()
+    with pytest.raises(TypeError, match=r"no pairs \(name, parameter\): pass model.named_parameters\(\)"):
+        mpips.torch.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.parameters())  # type: ignore[arg-type]
+
+
 def test_complex_parameters_are_refused() -> None:
     model = torch.nn.ParameterDict({"turn": torch.ones(2, dtype=torch.complex64)})
     with pytest.raises(TypeError, match=r"parameter 'turn' is of type torch\.complex64.*torch\.view_as_real"):
