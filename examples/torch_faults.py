@@ -2,7 +2,7 @@
 
 torchft_lighthouse --min_replicas 2 --quorum_tick_ms 100 --join_timeout_ms 2000 --bind "[::]:29510" &
 mpips run -w 3 --spares 1 examples/torch_faults.py
-mpips chaos --faults 3 --every 10 --roles worker -- mpips run -w 3 --spares 3 examples/torch_faults.py --steps 600
+mpips chaos --faults 3 --every 10 --roles worker -- mpips run -w 3 --spares 3 examples/torch_faults.py --steps 1800
 
 Needs `pip install torchft-nightly`. Each rank of the job is a replica of torchft. A spare becomes a replica when a rank
 has died, and takes its state from a peer. At the end each replica prints a checksum of its parameters: they are equal.
