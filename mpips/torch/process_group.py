@@ -404,7 +404,7 @@ class ProcessGroup(dist.ProcessGroup):
             CollectiveError: This group has ended, or one of its processes has died.
             StallError: A member has not called `new_group` in time. This group has ended.
         """
-        home, clock = communicator(self.comm), Clock()
+        home, clock, seconds = communicator(self.comm), Clock(), max(timeout.total_seconds(), LEAST_SECONDS)
         home.check()
 
         def look(waited: float) -> None:
@@ -417,8 +417,8 @@ class ProcessGroup(dist.ProcessGroup):
                 look(0.0)
             except CollectiveError as error:
                 return error
-            late = clock.seconds() > max(timeout.total_seconds(), LEAST_SECONDS)
-            return StallError(f"new_group has taken longer than {timeout.total_seconds():.3g} s") if late else None
+            late = clock.seconds() > seconds
+            return StallError(f"new_group has taken longer than {seconds:.3g} s") if late else None
 
         def make() -> ProcessGroup:
             with CommCreationGuard(self.comm, lambda: failure() is not None):
@@ -427,8 +427,7 @@ class ProcessGroup(dist.ProcessGroup):
 
         with home.failing("new_group"):
             # MPI's call may never end if a member dies or does not come. So all members come before it begins.
-            limits = Limits(home.limits.stall_seconds, max(timeout.total_seconds(), LEAST_SECONDS))
-            MemberArrival(self.comm, "new_group", ranks, TAG, look).wait(limits)
+            MemberArrival(self.comm, "new_group", ranks, TAG, look).wait(Limits(home.limits.stall_seconds, seconds))
             # This process may be the last to come, after others have stopped waiting.
             look(0.0)
             part = call_in_thread(make, failure)
@@ -468,7 +467,8 @@ class ProcessGroup(dist.ProcessGroup):
     def getSize(self) -> int:
         return self._place[1]
 
-    # PyTorch's own method keeps a hook, but only C++ groups call hooks.
+    # PyTorch's own methods keep a hook, but only C++ groups call hooks. So the methods are refused here.
+
     def register_pre_hook(self, hook_id: int, hook: object) -> None:
         raise ArgumentError("register_pre_hook: mpips would never call the hook")
 

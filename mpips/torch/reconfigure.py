@@ -308,7 +308,7 @@ def call_in_thread(make: Callable[[], T], failure: Callable[[], CollectiveError 
         except BaseException as error:
             errors.append(error)
 
-    maker = threading.Thread(target=call, name="mpips reconfigure", daemon=True)
+    maker = threading.Thread(target=call, name="mpips new communicators", daemon=True)
     maker.start()
     hopeless = Clock()
     while maker.is_alive():

@@ -112,16 +112,9 @@ class Work(torch._C._distributed_c10d.Work):
             StallError: The time is over. The operation continues, so another `wait` may succeed.
         """
         if self._given_future is not None:
-            done = self._given_future.done
             if timeout is not None and timeout > timedelta(0):
-                seconds, ended = timeout.total_seconds(), threading.Event()
-                deadline = time.monotonic() + seconds
-                communication.advance(lambda: done() or time.monotonic() > deadline)
-                self._given_future.add_done_callback(lambda _: ended.set())
-                if not ended.wait(min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)):
-                    raise of_caller(StallError(f"wait: the operation has not ended in {seconds:.3g} s: wait again"))
-            else:
-                communication.advance(done)
+                self._wait_at_most(timeout.total_seconds())
+            communication.advance(self._given_future.done)
             self._given_future.wait()
         if self._results:
             results, self._results = self._results, []
@@ -130,6 +123,13 @@ class Work(torch._C._distributed_c10d.Work):
             for tensor in results:
                 torch.ops._c10d_functional.wait_tensor(tensor)
         return True
+
+    def _wait_at_most(self, seconds: float) -> None:
+        future, ended, deadline = self._future, threading.Event(), time.monotonic() + seconds
+        communication.advance(lambda: future.done() or time.monotonic() > deadline)
+        future.add_done_callback(lambda _: ended.set())
+        if not ended.wait(min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)):
+            raise of_caller(StallError(f"wait: the operation has not ended in {seconds:.3g} s: wait again"))
 
     def _get_sequence_number(self) -> int:
         return self._sequence

@@ -20,8 +20,16 @@ from rich.table import Table
 
 import mpips
 from collectives.kernels import engine
-from collectives.terminal import RankedCommand, show_table, split_words
-from examples.reproduce.store.tables import LEAST_IDS, QUIET_SECONDS, OurTable, drawn
+from collectives.terminal import RankedCommand, show_table
+from examples.reproduce.store.tables import (
+    BATCH_HELP,
+    LEAST_IDS,
+    QUIET_SECONDS,
+    OurTable,
+    drawn,
+    ids_option,
+    list_option,
+)
 
 # (dtype, rounding) of each table that takes turns
 TABLES = [
@@ -61,22 +69,9 @@ def measure(
 
 
 @click.command(cls=RankedCommand)
-@click.option("--dims", default="32,128", show_default=True, callback=lambda _, __, text: split_words(text))
-@click.option(
-    "--ids",
-    "kinds",
-    default="zipf1.05,uniform",
-    show_default=True,
-    callback=lambda _, __, text: split_words(text),
-    help="uniform, or zipf and its exponent.",
-)
-@click.option(
-    "--batches",
-    default="16384",
-    show_default=True,
-    callback=lambda _, __, text: split_words(text),
-    help="Ids a worker gives at a time.",
-)
+@list_option("--dims", default="32,128")
+@ids_option
+@list_option("--batches", default="16384", help=BATCH_HELP)
 @click.option("--rows", default=1 << 20, show_default=True, type=click.IntRange(1), help="Of each table; all exist.")
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(1))
 def main(dims: list[str], kinds: list[str], batches: list[str], rows: int, rounds: int) -> None:

@@ -399,23 +399,23 @@ def table_of(rows: list[Row], title: str) -> Table:
     return shown
 
 
+def list_option(
+    *names: str, default: str, help: str | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a click option whose value is a list of words, separated by commas."""
+    return click.option(
+        *names, default=default, show_default=True, callback=lambda _, __, text: split_words(text), help=help
+    )
+
+
+ids_option = list_option("--ids", "kinds", default="zipf1.05,uniform", help="uniform, or zipf and its exponent.")
+BATCH_HELP = "Ids a worker gives at a time."
+
+
 @click.command(cls=RankedCommand)
-@click.option("--dims", default="8,32,128", show_default=True, callback=lambda _, __, text: split_words(text))
-@click.option(
-    "--ids",
-    "kinds",
-    default="zipf1.05,uniform",
-    show_default=True,
-    callback=lambda _, __, text: split_words(text),
-    help="uniform, or zipf and its exponent.",
-)
-@click.option(
-    "--batches",
-    default="1024,16384,262144",
-    show_default=True,
-    callback=lambda _, __, text: split_words(text),
-    help="Ids a worker gives at a time.",
-)
+@list_option("--dims", default="8,32,128")
+@ids_option
+@list_option("--batches", default="1024,16384,262144", help=BATCH_HELP)
 @click.option("--rows", default=1 << 20, show_default=True, type=click.IntRange(1), help="Of the table; all are there.")
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(1))
 @click.option(
